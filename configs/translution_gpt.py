@@ -37,12 +37,11 @@ trained on its *test* text (see docs/results.md), one seed: 232.2 with
 ``self_attention``, 189.6 with ``rope``, 189.9 with ``lor_translution``, 223.6 with
 ``translution`` (at step 1,000).
 
-``cpu`` is a small GPT with 2 layers and dim 128 on bytes, for 1,000 steps of 12 windows,
-evaluated every 200; with 64 tokens of context unless SIZE has another number. Validation
-loss on tinyshakespeare by
-``python -m studies --preset=translution_text``, one seed, in nats per byte: 2.127 with
-``self_attention``, 1.931 with ``rope``, 1.888 with ``lor_translution``, 1.879 with
-``translution``.
+``cpu`` is a small GPT with 2 layers and dim 128 on bytes, for 1,000 steps of 12
+windows, evaluated every 200; with 64 tokens of context unless SIZE has another number.
+Validation loss on tinyshakespeare by ``python -m studies --preset=translution_text``,
+one seed, in nats per byte: 2.127 with ``self_attention``, 1.931 with ``rope``, 1.888
+with ``lor_translution``, 1.879 with ``translution``.
 
 A run of seconds, and a sample of the text that it generates:
 

@@ -261,8 +261,8 @@ def _long_text() -> Preset:
     short = ("lor_translution", "translution")
     contexts = ("160", "1024", "4096")
     return Preset(
-        title="A small GPT on the bytes of the documentation of Linux, with contexts of "
-        "160, 1,024 and 4,096 bytes: the best validation loss, in nats per byte",
+        title="A small GPT on the bytes of the documentation of Linux, with contexts "
+        "of 160, 1,024 and 4,096 bytes: the best validation loss, in nats per byte",
         rows=[
             Row(
                 name,

@@ -29,8 +29,9 @@ CLASS_NAMES = "class_names"
 def read_arrays(file: Path) -> Images:
     """Reads images and labels from a file that `numpy.savez` wrote.
 
-    The arrays are ``train_images``, uint8 of shape ``[n, height, width, channels]`` or
-    ``[n, height, width]``, and ``train_labels``, of shape ``[n]`` or ``[n, 1]``;
+    The arrays are ``train_images``, uint8 of shape ``[n, height, width, channels]``,
+    ``[n, height, width]`` or, of volumes, ``[n, frames, height, width, channels]``, and
+    ``train_labels``, of shape ``[n]`` or ``[n, 1]``;
     optionally the same of ``validation`` (or ``val``) and ``test``; and optionally
     ``class_names``. Or ``x_train`` and ``y_train``, and so on.
 
@@ -44,8 +45,8 @@ def read_arrays(file: Path) -> Images:
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is no such file, or its arrays have another type, shape or
-            range.
+        ValueError: If it is no such file, its arrays have another type, shape or range,
+            or two classes have the same name.
 
     Example:
         >>> import tempfile
@@ -65,8 +66,7 @@ def read_arrays(file: Path) -> Images:
             "arrays train_images and train_labels"
         )
     images, labels = splits["train"]
-    given = np.ravel(arrays.get(CLASS_NAMES, ())).tolist()
-    class_names = tuple(map(str, given))
+    class_names = read_class_names(arrays, file)
     if class_names and labels.dtype.kind in "iu":
         # Numbers are positions in the given names.
         known = {str(label): label for label in range(len(class_names))}
@@ -121,6 +121,26 @@ def open_arrays(
             f"{file} cannot be read ({describe_error(error)}): write it with "
             "numpy.savez, without arrays of objects"
         ) from error
+
+
+def read_class_names(arrays: Mapping[str, np.ndarray], file: Path) -> tuple[str, ...]:
+    """Returns the names of the classes in the array ``class_names``, if it is there.
+
+    Args:
+        arrays: The arrays of the file, by name.
+        file: The file, for the message.
+
+    Raises:
+        ValueError: If two classes have the same name.
+    """
+    names = tuple(map(str, np.ravel(arrays.get(CLASS_NAMES, ())).tolist()))
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ValueError(
+                f"{CLASS_NAMES} in {file} has {shorten(name)} twice: give each class a "
+                "name of its own"
+            )
+    return names
 
 
 def _find_split(

@@ -290,6 +290,11 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
             f"{name} has shape {images.shape}, which is [n, channels, height, width]: "
             "give images.transpose(0, 2, 3, 1)"
         )
+    if images.ndim == 4 and last > 4 and last == before_last:
+        raise ValueError(
+            f"{name} has shape {images.shape}, which is [n, frames, height, width], "
+            "volumes without an axis of channels: give images[..., None]"
+        )
     if not all(images.shape[1:]):
         raise ValueError(
             f"{name} has shape {images.shape}, so the images have no pixels: give "

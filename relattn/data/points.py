@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
 
-from relattn.data.arrays import open_arrays
+from relattn.data.arrays import CLASS_NAMES, open_arrays, read_class_names
 from relattn.data.base import (
     ONE_SHARD,
     Batch,
@@ -28,7 +28,6 @@ from relattn.data.images import check_labels, draw_validation
 
 INPUTS = ("positions", "features", "mask")
 PARTS = (*INPUTS, "labels")
-CLASS_NAMES = "class_names"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -255,7 +254,8 @@ def read_points(
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is no such file, or its arrays do not fit together.
+        ValueError: If it is no such file, its arrays do not fit together, or two
+            classes have the same name.
     """
     names = [f"{split}_{part}" for split in ("train", "test") for part in PARTS]
     arrays, listed = open_arrays(file, {*names, CLASS_NAMES})
@@ -274,13 +274,14 @@ def read_points(
             found[split] = PointSplit.from_arrays(**given)
         except ValueError as error:
             raise ValueError(f"{split} in {file}: {error}") from error
-    class_names = np.ravel(arrays.get(CLASS_NAMES, ())).tolist()
+    class_names = read_class_names(arrays, file)
     if not class_names:
-        class_names = range(1 + max(found["train"].labels.tolist(), default=0))
+        numbers = range(1 + max(found["train"].labels.tolist(), default=0))
+        class_names = tuple(map(str, numbers))
     return PointData.from_splits(
         name,
         found["train"],
-        tuple(map(str, class_names)),
+        class_names,
         num_validation=num_validation,
         test=found.get("test"),
         split_seed=split_seed,

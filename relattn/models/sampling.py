@@ -26,6 +26,10 @@ def sample_token(
 ) -> Int[Array, " batch"]:
     """Draws a token from softmax(logits / temperature), restricted to likely tokens.
 
+    Tokens that are as likely as the last one of ``top_k`` or ``top_p`` are kept too: no
+    choice depends on the order of the vocabulary. ``top_k`` of transformers does the
+    same.
+
     Args:
         key: A PRNG key.
         logits: Shape ``[batch, vocab]``.

@@ -78,6 +78,11 @@ def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):
         ({"train_labels": LABELS / 2}, "dtype float64, expected 7 integers or names"),
         ({"train_labels": LABELS * 0}, "are of one class, '0': give images of at leas"),
         ({"train_images": IMAGES / 255}, r"float64, expected uint8 .*: for values in"),
+        ({"class_names": ["a", "b", "a"]}, r"names in .*a.npz has 'a' twice: give ea"),
+        (
+            {"train_images": np.zeros((7, 2, 5, 5), np.uint8)},
+            r"which is \[n, frames, height, width\], volumes .*: give images\[..., No",
+        ),
         ({"class_names": ["a", "b"]}, r"train in .* have 2, which is no class of tra"),
         (
             {"test_images": IMAGES, "test_labels": LABELS + 1},

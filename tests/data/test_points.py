@@ -103,6 +103,9 @@ def test_a_file_of_arrays_is_read(tmp_path):
     whole = PointSplit.from_arrays(**arrays)
     sums = [np.nansum(split.points) for split in (data.train, data.test, whole)]
     np.testing.assert_allclose(sums[0] + sums[1], sums[2], rtol=1e-5)
+    np.savez(file, class_names=np.array(["a", "b", "a"]), **stored)
+    with pytest.raises(ValueError, match="class_names in .*mine.npz has 'a' twice"):
+        load_data(config)
     np.savez(file, train_positions=arrays["positions"])
     with pytest.raises(ValueError, match="no array train_labels, only train_positions"):
         load_data(config)

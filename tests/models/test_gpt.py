@@ -297,6 +297,14 @@ def test_a_text_ends_with_the_stop_token():
         assert (row[end:] == stop).all()
 
 
+def test_tokens_as_likely_as_the_last_one_kept_are_drawn_too():
+    logits = jax.device_put(np.log(np.float32([[0.1, 0.3, 0.3, 0.3]])))
+    for options in ({"top_k": 2}, {"top_p": 0.5}):
+        draw = functools.partial(sample_token, logits=logits, **options)
+        drawn = run(jax.vmap(draw), jax.random.split(jax.random.key(0), 50))
+        assert {*drawn.ravel().tolist()} == {1, 2, 3}
+
+
 def test_top_p_keeps_the_fewest_tokens_with_that_probability():
     logits = jax.device_put(np.log(np.float32([[0.1, 0.45, 0.15, 0.3]])))
     keys = jax.random.split(jax.random.key(0), 307)

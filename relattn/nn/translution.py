@@ -242,7 +242,9 @@ class LorTranslutionAttention(OffsetAttention):
     in ``relative`` there is no low-rank value, without ``q`` and ``k`` no low-rank
     score; with one of the two, the other is x Wq1 or x Wk1 alone. A position of the
     site ``heads``, such as ``rope2d``, acts on the plain queries and keys, one of the
-    site ``values`` on the plain values.
+    site ``values`` on the plain values. ``fourier_scores`` and ``fourier_mask`` add a
+    term to the scores; with ``constrained_sincos``, head_dim in a_ij is the width with
+    its sinusoids.
 
     Attributes:
         rank: Width of a head of the low-rank part.
@@ -310,6 +312,10 @@ class LorTranslutionAttention(OffsetAttention):
             self._linear(inner, f"low_{name}")(x) if parts[name] else None
             for name in "qkv"
         )
+        position = context.position
+        if low_q is not None and position is not None and position.keeps_scores:
+            # q . k has this factor too, against the root of its width in the scale.
+            low_q = low_q * (head_dim / self.head_dim) ** 0.5
         low = (low_q, low_k, low_v)
         same = jnp.eye(inner, dtype=self.dtype).reshape(shape)
         q_table, k_table, v_table = (

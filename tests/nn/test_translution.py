@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relattn import kernels
-from relattn.nn.positions.base import LayerPosition
+from relattn.nn.positions.base import ConstrainedSincosHeads, LayerPosition
 from relattn.nn.positions.rotary import Rope2d
 from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
 from tests import reference
@@ -171,6 +171,31 @@ def test_subsets_and_rotations_equal_the_reference(relative, rotates):
         return out @ params["out"]["kernel"] + params["out"]["bias"]
 
     compare.expect_equal(jax.vmap(apply), naive, [x, *leaves])
+
+
+def test_sinusoids_widen_what_scores_are_divided_by():
+    module, variables, x = make("low", rank=3)
+    # Coefficients of zero add nothing to the products.
+    position = ConstrainedSincosHeads(
+        jnp.ones((LENGTH, 4)), jnp.zeros((HEADS, 2, 2)), None, None
+    )
+    params = dict(variables["params"])
+    ratio = (3 / 7) ** 0.5
+    scaled = {
+        name: jax.tree.map(lambda leaf: ratio * leaf, params[name])
+        for name in ("q", "low_q")
+    }
+
+    @quick_jit
+    def outputs(x):
+        options = (({}, position), (scaled, None))
+        return [
+            module.apply({"params": params | changes}, x, position=position, **CALL)
+            for changes, position in options
+        ]
+
+    found, expected = outputs(x)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,15 @@ class LayerPosition:
         """Tables of offsets, by argument of `relattn.kernels.relative_attention`."""
         return {}
 
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether q' . k' / sqrt(their width) is q . k / sqrt(head_dim), plus a term.
+
+        Otherwise q' . k' is q . k plus a term, and both are divided by the root of the
+        new width.
+        """
+        return False
+
 
 @flax.struct.dataclass
 class LayerPositions(LayerPosition):
@@ -131,6 +140,11 @@ class LayerPositions(LayerPosition):
     def tables(self) -> dict[str, Array]:
         """Tables of offsets of the first encoding."""
         return self.scores.tables
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether the first encoding does."""
+        return self.scores.keeps_scores
 
 
 def grid_table(

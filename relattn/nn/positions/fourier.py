@@ -292,6 +292,11 @@ class FourierScoresLayer(FourierLayer):
 
     relative: str = flax.struct.field(pytree_node=False, default="q")
 
+    @property
+    def keeps_scores(self) -> bool:
+        """Returns True: the waves add to the scores."""
+        return True
+
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
         """Widens queries and keys."""
         projected, other = (q, k) if self.relative == "q" else (k, q)
@@ -370,6 +375,11 @@ class FourierMaskLayer(LayerPosition):
 
     waves: Float[Array, "*batch n waves 2"]
     coefficients: Float[Array, "heads waves 2"]
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Returns True: the waves add to the scores."""
+        return True
 
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
         """Appends waves to queries and keys."""

@@ -192,7 +192,9 @@ def test_the_mask_of_softmax_is_a_bias_of_the_offset():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick("favor-fourier_values", "softmax-fourier_scores")
+@pytest.mark.quick(
+    "favor-fourier_values", "softmax-fourier_scores", "lor_translution-fourier_scores"
+)
 @pytest.mark.parametrize(
     ("attention", "position"),
     [
@@ -200,6 +202,8 @@ def test_the_mask_of_softmax_is_a_bias_of_the_offset():
         ("softmax", "fourier_values(rank=2, prefix_matrices=True)"),
         ("softmax", "fourier_scores"),
         ("gated_positional", "fourier_scores(rank=2, relative='k')"),
+        ("lor_translution", "fourier_scores"),
+        ("lor_translution", "fourier_scores + fourier_values"),
     ],
 )
 def test_attention_starts_as_without_the_encoding(attention, position):

@@ -26,7 +26,7 @@ from relattn.manifest import tokenizer_name
 from relattn.messages import check_choice, printable, shorten
 from relattn.models import preprocessing, pretrained
 from relattn.models.safetensors import read_safetensors
-from relattn.models.source_configs import check_equal
+from relattn.models.source_configs import check_equal, class_names
 from relattn.models.sources import SOURCES
 from relattn.models.tensor_tables import unwrap
 
@@ -58,7 +58,8 @@ def convert(
 ) -> dict[str, Any]:
     """Converts a checkpoint and writes ``config.json`` and ``model.safetensors``.
 
-    The ``tokenizer.json`` beside the checkpoint of a model of text is copied.
+    The ``tokenizer.json`` beside the checkpoint of a model of text is copied. The class
+    names of its ``config.json`` are kept.
 
     Args:
         source: A key of `SOURCES`, or ``"run"``.
@@ -118,6 +119,9 @@ def convert(
             f"{checkpoint} is not a checkpoint of {source}, or a value of "
             f"{beside.name} has a wrong type ({reason})"
         ) from error
+    names = class_names(settings, converted.config.get("num_classes", 0))
+    if names:
+        converted.config["class_names"] = names
     try:
         _add_preprocessing(source, converted.config, settings, beside.parent)
         model = pretrained.build(converted.config)

@@ -27,7 +27,7 @@ from relattn.data.base import ClassInfo
 from relattn.data.folder import KINDS
 from relattn.files import expand, replace_file, usable_file
 from relattn.messages import check_choice, printable
-from relattn.models.pretrained import load_pretrained
+from relattn.models.pretrained import class_names_of, load_pretrained
 from relattn.training import Run, load_run
 from relattn.training.predict import Predictions
 from relattn.training.saved_run import is_saved_model
@@ -215,7 +215,7 @@ def _predict_saved(
     for start in range(0, len(files), size):
         inputs = loaded.preprocess(files[start : start + size])
         found.append(jax.nn.softmax(apply(loaded.variables, inputs)))
-    names = loaded.config.get("data", {}).get("class_names", range(num_classes))
+    names = class_names_of(loaded.config) or range(num_classes)
     return Predictions(np.concatenate(found), tuple(map(str, names)))
 
 

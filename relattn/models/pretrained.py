@@ -224,6 +224,23 @@ def tokenizer_of(config: Mapping[str, Any]) -> str:
     return config.get("tokenizer") or config.get("data", {}).get("tokenizer", "")
 
 
+def class_names_of(config: Mapping[str, Any]) -> list[str]:
+    """Returns the names of a saved model's classes, in label order.
+
+    Args:
+        config: The contents of ``config.json``.
+
+    Returns:
+        The names; [] if they are unknown.
+
+    Example:
+        >>> class_names_of({"num_classes": 2, "class_names": ["cat", "dog"]})
+        ['cat', 'dog']
+    """
+    names = config.get("class_names") or config.get("data", {}).get("class_names", [])
+    return list(names)
+
+
 def data_options(
     config: Mapping[str, Any], feature: str
 ) -> tuple[ModuleType, Any, Any]:

@@ -54,7 +54,8 @@ _SCHEMA = {
     "data?": {"kind?": str},
     "training?": {"data": _OPTIONS},
     "preprocessing?": preprocessing.SCHEMA,
-    # Of a converted model; that of a run is in its data.
+    # Of a converted model; those of a run are in its data.
+    "class_names?": [str],
     "tokenizer?": str,
 }
 
@@ -85,6 +86,10 @@ def read_saved_config(path: Path) -> dict[str, Any]:
             _check_data(config, kind)
         if "preprocessing" in config:
             _check_preprocessing(config)
+        if "class_names" in config:
+            found, expected = len(config["class_names"]), config.get("num_classes", 0)
+            if found != expected:
+                raise ValueError(f"it has {found} class_names, expected {expected}")
         if "patch_size" in options:
             _check_patches(config["image_shape"], options["patch_size"])
     except ValueError as error:

@@ -690,6 +690,37 @@ def hf_settings(settings: Settings, keys: Keys) -> dict[str, Any]:
     return whole
 
 
+def class_names(settings: Settings, num_classes: int) -> list[str]:
+    """Returns the names of a classifier's classes, in label order.
+
+    They are ``id2label`` of transformers or ``label_names`` of timm, a list or by
+    number.
+
+    Args:
+        settings: The contents of a ``config.json``.
+        num_classes: The number of classes.
+
+    Returns:
+        The names; [] if they are unknown, or those that transformers writes then.
+
+    Example:
+        >>> class_names({"id2label": {"1": "dog", "0": "cat"}}, 2)
+        ['cat', 'dog']
+        >>> class_names({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}, 2)
+        []
+    """
+    parts = (settings, settings.get("pretrained_cfg") or {})
+    keys = ("id2label", "label_names", "labels")
+    given = [part[key] for part in parts for key in keys if part.get(key)]
+    names = given[0] if given else []
+    if isinstance(names, dict):
+        names = [names.get(str(index)) for index in range(len(names))]
+    unnamed = [f"LABEL_{index}" for index in range(num_classes)]
+    if not isinstance(names, list) or len(names) != num_classes or names == unnamed:
+        return []
+    return names if all(isinstance(name, str) for name in names) else []
+
+
 def activation(name: str) -> str:
     """Returns our name of an activation.
 

@@ -235,11 +235,6 @@ def _one_side(sides: Any) -> int | list[int]:
     return height if height == width else [height, width]
 
 
-def _class_names(model: Model) -> list[str]:
-    """The names of the classes; [] if they are unknown."""
-    return list(model.config.get("data", {}).get("class_names", []))
-
-
 _TIMM_POOLS = {"cls": "token", "mean": "avg", "attention": "map"}
 # Architectures of timm whose every size model_args replaces, by what it cannot.
 _TIMM_BASES = {
@@ -303,7 +298,7 @@ def _timm(model: Model) -> Files:
         "model_args": arguments,
         "pretrained_cfg": {**pretrained_cfg, "num_classes": options["num_classes"]},
     }
-    if labels := _class_names(model):
+    if labels := pretrained.class_names_of(model.config):
         config["label_names"] = labels
     return Files(config, tensors)
 
@@ -359,7 +354,7 @@ def _hf(make_form: Callable[[Mapping[str, Any]], _Form], model: Model) -> Files:
     else:
         config["vision_config"] = {**sizes, **form.vision}
     if options["num_classes"] and form.head == "classifier":
-        labels = _class_names(model)
+        labels = pretrained.class_names_of(model.config)
         # Their number is that of the classes.
         labels = labels or [f"LABEL_{i}" for i in range(options["num_classes"])]
         config["id2label"] = {str(index): name for index, name in enumerate(labels)}

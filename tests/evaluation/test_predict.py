@@ -48,15 +48,21 @@ def test_a_converted_model_predicts_as_it_prepares_images(tmp_path, photos, caps
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
-def test_classes_of_a_saved_run_have_names(tmp_path, photos, capsys):
-    info = {"name": "pets", "class_names": ["cat", "dog"], "origin": "here"}
+def test_classes_of_saved_models_have_names(tmp_path, photos, capsys):
+    names = {"class_names": ["cat", "dog"]}
+    info = {"name": "pets", **names, "origin": "here"}
     info |= {"image_shape": [8, 8, 3], "mean": [0.1] * 3, "std": [0.3] * 3}
     training = {"data": {"standardize": False}}
     data = {**info, "num_train": 7}
-    folder = save_vit(tmp_path / "vit", num_classes=2, data=data, training=training)
-    predict_lib.main([str(folder), str(photos)])
-    _, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
-    assert [row[1] for row in rows] == [["cat", "dog"][int(row[2])] for row in rows]
+    for config in ({"data": data, "training": training}, names):
+        folder = save_vit(tmp_path / "vit", num_classes=2, **config)
+        predict_lib.main([str(folder), str(photos)])
+        _, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
+        assert [row[1] for row in rows] == [["cat", "dog"][int(row[2])] for row in rows]
+    folder = save_vit(tmp_path / "other", num_classes=3, **names)
+    with pytest.raises(SystemExit, match="2"):
+        predict_lib.main([str(folder), str(photos)])
+    assert "it has 2 class_names, expected 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

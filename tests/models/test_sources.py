@@ -328,6 +328,24 @@ def test_heads_are_asked_for(source, tmp_path):
         convert(source, copied, tmp_path / "out", num_heads=heads + 2)
 
 
+@pytest.mark.parametrize(
+    ("source", "names", "keys"),
+    [
+        ("hf_vit", list("abcde"), {"id2label": {str(n): "abcde"[n] for n in range(5)}}),
+        ("hf_vit", None, {}),
+        ("timm", list("abcde"), {"label_names": list("abcde")}),
+        ("timm", None, {"label_names": list("abc")}),
+    ],
+)
+def test_names_of_the_classes_are_kept(tmp_path, source, names, keys):
+    path = FIXTURES / source / "model.safetensors"
+    settings = json.loads((FIXTURES / source / "config.json").read_text())
+    copied = write(tmp_path, read_safetensors(path), settings | keys)
+    config = convert(source, copied, tmp_path / "out")
+    assert config["num_classes"] == 5 and config.get("class_names") == names
+    assert relattn.load_pretrained(tmp_path / "out").config == config
+
+
 def test_heads_of_performers_are_in_their_projections():
     tensors = unwrap(read_safetensors(FIXTURES / "performer" / "model.safetensors"))
     assert SOURCES["performer"](tensors, {}).config["model"]["num_heads"] == 2

@@ -252,9 +252,12 @@ def test_options_that_the_library_has_are_written(library, options, size, expect
     assert tensors >= ours
 
 
-def test_names_of_the_classes_are_written():
+@pytest.mark.quick("converted")
+@pytest.mark.parametrize("kind", ["converted", "trained"])
+def test_names_of_the_classes_are_written(kind):
     model, config, variables = make(VIT, norm_eps=1e-6)
-    config["data"] = {"class_names": ["cat", "dog", "owl"]}
+    names = {"class_names": ["cat", "dog", "owl"]}
+    config |= names if kind == "converted" else {"data": names}
     files = to_library("hf", model, config, variables)
     assert files.config["id2label"] == {"0": "cat", "1": "dog", "2": "owl"}
     assert files.config["label2id"]["owl"] == 2

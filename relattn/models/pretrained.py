@@ -545,7 +545,20 @@ def _narrow(name, array, dtype):
 
 
 def build(config: Mapping[str, Any]) -> nn.Module:
-    """Builds the model of a ``config.json``."""
+    """Builds the model of a ``config.json``, without parameters.
+
+    Args:
+        config: The contents of the file: ``model``, the name and options of
+            `relattn.build_model`, and the sizes of its data, such as ``num_classes``
+            and ``image_shape`` for images.
+
+    Returns:
+        The Flax module.
+
+    Example:
+        >>> build({"model": {"name": "gpt"}, "vocab_size": 11, "context_length": 5}).dim
+        192
+    """
     name, values = config["model"]["name"], {}
     # An unknown name has no sizes; build_model refuses it.
     if name in models.MODELS:

@@ -344,7 +344,17 @@ class MultiHeadAttention(nn.Module):
         v: Float[Array, "batch kv_heads m value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
-        """Computes the heads' outputs; calls the kernel."""
+        """Computes the heads' outputs; calls the kernel.
+
+        Args:
+            q: Queries, without the factor 1 / sqrt(head_dim).
+            k: Keys; None for an attention without keys.
+            v: Values, perhaps widened by a position of the site ``values``.
+            context: Mask, grid, position and other inputs of the call, see `Context`.
+
+        Returns:
+            Shape ``[batch, heads, n, value_dim]``; `merge` projects it.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
     def decode(

@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = convert(
         given.source, given.checkpoint, given.output, num_heads=given.num_heads
     )
-    print(printable(f"wrote {given.output}: {config['model']}"))
+    print(printable(f"Written to {given.output}: {config['model']}"))
 
 
 if __name__ == "__main__":

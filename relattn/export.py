@@ -345,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     compared = "the parameters are the same, bit for bit"
     if given.format in ("stablehlo", "onnx"):
         compared = f"the logits differ by {difference:.1e} of the largest"
-    print(printable(f"wrote {given.output} ({given.format}): {compared}"))
+    print(printable(f"Written to {given.output} ({given.format}): {compared}"))
 
 
 if __name__ == "__main__":

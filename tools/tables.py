@@ -177,7 +177,7 @@ def write_tables(names: Sequence[str]) -> None:
         new = BLOCK.sub(lambda block: _replace(block, names), text)
         if new != text:
             path.write_text(new, "utf-8")
-            print(f"wrote {path.relative_to(ROOT)}")
+            print(f"Written to {path.relative_to(ROOT)}")
 
 
 def _replace(block: re.Match, names: Sequence[str]) -> str:

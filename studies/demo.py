@@ -10,7 +10,6 @@ the models say; its address is printed last. Options ``--config.key=value``, suc
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from relattn.files import replace_file
 from relattn.markdown import markdown_table
 from relattn.training.config_file import read_config
 from relattn.training.overrides import typed_keys
-from relattn.training.workdir import usable_folder
+from relattn.training.workdir import usable_folder, write_json
 from studies.figure1 import published_curve
 from studies.launcher import Training, train
 
@@ -90,9 +89,8 @@ def run_demo(
     if not variants:
         raise ValueError("no variant: name at least one by --variants")
     for variant in variants:
-        read_config(
-            f"{CONFIG}:{variant},quick", overrides
-        )  # Raises before anything is trained.
+        # Raises before anything is trained.
+        read_config(f"{CONFIG}:{variant},quick", overrides)
     output = usable_folder(output, "--output")
     print(f"Training {', '.join(variants)} of {CONFIG}; logs in {output}/*/train.log")
     trainings = [
@@ -124,7 +122,7 @@ def run_demo(
         variant: _results([t for t in trainings if t.label == variant], one, every)
         for variant, one, every in zip(variants, one_class, every_class, strict=True)
     }
-    replace_file(output / "results.json", json.dumps(results, indent=2) + "\n")
+    write_json(output / "results.json", results)
     text = demo_table(results, comparison.class_name)
     replace_file(output / "table.md", text)
     steps.done("wrote the figure and the table")

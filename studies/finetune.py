@@ -10,7 +10,6 @@ command continues an interrupted study. Options ``--config.key=value`` are passe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from relattn import command
 from relattn.files import replace_file
 from relattn.markdown import markdown_table
 from relattn.training.overrides import typed_keys
-from relattn.training.workdir import usable_folder
+from relattn.training.workdir import usable_folder, write_json
 from studies.launcher import Training, train
 
 CONFIG = "configs/rpe_vit.py:mnist,softmax,none"
@@ -90,7 +89,7 @@ def run_finetune(
         results[name] = {
             attention: training.result() for attention, training in group.items()
         }
-    replace_file(output / "results.json", json.dumps(results, indent=2) + "\n")
+    write_json(output / "results.json", results)
     text = finetune_table(results)
     replace_file(output / "table.md", text)
     return text

@@ -163,7 +163,7 @@ def _to_library(library: str, source: _Source) -> tuple[dict[str, Any], float]:
     config = source.config
     if "training" in config and "image_shape" in config:
         data, info, options = pretrained.data_options(config, "the export of a run")
-        values = data.library_preprocessing(info, options)
+        values = data.library_preprocessing(options, info)
         channels = config["image_shape"][-1]
         config = {
             **config,

@@ -139,7 +139,7 @@ def test_a_run_has_its_predictions_and_preprocessing(tmp_path):
     content = (tmp_path / "out" / "model.stablehlo").read_bytes()
     exported = jax.export.deserialize(bytearray(content))
     images = np.random.default_rng(0).integers(0, 256, (3, 5, 5, 1), np.uint8)
-    inputs = np.asarray(data.prepare_images(images, run.data, run.config.data))
+    inputs = np.asarray(data.prepare_images(images, run.config.data, run.data))
     found = jax.nn.softmax(exported.call(inputs))
     expected = run.predict(images).probabilities
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
@@ -154,8 +154,8 @@ def test_runs_are_prepared_as_described():
     )
     config = ConfigDict({"image_size": 5, "standardize": True})
     images = np.random.default_rng(0).integers(0, 256, (2, 5, 5, 3), np.uint8)
-    expected = data.prepare_images(images, info, config)
-    values = data.library_preprocessing(info, config)
+    expected = data.prepare_images(images, config, info)
+    values = data.library_preprocessing(config, info)
     found = prepare_squares(images, image_shape=(5, 5, 3), **values)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 

@@ -28,7 +28,7 @@ UserImage = str | os.PathLike | Image.Image | np.ndarray
 
 
 def read_images(
-    images: Any, info: ImageInfo, config: ConfigDict, batch_size: int
+    images: Any, config: ConfigDict, info: ImageInfo, batch_size: int
 ) -> Iterator[UInt8[np.ndarray, "batch *frames height width channels"]]:
     """Yields images as a data set stores them, in batches.
 
@@ -39,8 +39,8 @@ def read_images(
     Args:
         images: A path, a Pillow image, a list of these or of arrays, or an array; see
             `as_sequence`.
-        info: Description of the training data.
         config: Options of the training data.
+        info: Description of the training data.
         batch_size: Number of images in a batch; the last may be smaller.
 
     Yields:
@@ -53,7 +53,7 @@ def read_images(
     Example:
         >>> info = ImageInfo("grey", ("a", "b"), (4, 6, 1), (0.5,), (0.5,), 7, "")
         >>> images = [Image.new("L", (12, 8)), np.zeros((4, 6, 1), np.uint8)]
-        >>> [batch.shape for batch in read_images(images, info, ConfigDict(), 3)]
+        >>> [batch.shape for batch in read_images(images, ConfigDict(), info, 3)]
         [(2, 4, 6, 1)]
     """
     images = as_sequence(images, info.image_shape[-1], len(info.image_shape) - 1)
@@ -61,20 +61,20 @@ def read_images(
         chunk = images[start : start + batch_size]
         names = (f"image {start + i}" for i in range(len(chunk)))
         yield np.stack(
-            [_read(x, name, info, config) for x, name in zip(chunk, names, strict=True)]
+            [_read(x, name, config, info) for x, name in zip(chunk, names, strict=True)]
         )
 
 
 def prepare_images(
-    images: Any, info: ImageInfo, config: ConfigDict, batch_size: int = 256
+    images: Any, config: ConfigDict, info: ImageInfo, batch_size: int = 256
 ) -> Float32[Array, "n *frames size size channels"]:
     """Converts images of any kind to model inputs, as evaluation does.
 
     Args:
         images: A path, a Pillow image, a list of these or of arrays, or an array; see
             `as_sequence`.
-        info: Description of the training data.
         config: Options of the training data.
+        info: Description of the training data.
         batch_size: Number of images that are converted at once.
 
     Returns:
@@ -86,28 +86,28 @@ def prepare_images(
 
     Example:
         >>> info = ImageInfo("grey", ("a", "b"), (4, 6, 1), (0.5,), (0.5,), 7, "")
-        >>> prepare_images(Image.new("L", (12, 8)), info, ConfigDict()).shape
+        >>> prepare_images(Image.new("L", (12, 8)), ConfigDict(), info).shape
         (1, 4, 4, 1)
     """
     function = make_preprocess(config, info)
     batches = [
         function({"image": stored})
-        for stored in read_images(images, info, config, batch_size)
+        for stored in read_images(images, config, info, batch_size)
     ]
     empty = jnp.zeros((0, *input_shape(config, info)), jnp.float32)
     return jnp.concatenate([empty, *batches])
 
 
-def describe_preprocessing(info: ImageInfo, config: ConfigDict) -> str:
+def describe_preprocessing(config: ConfigDict, info: ImageInfo) -> str:
     """Describes in words how `prepare_images` makes a model's inputs.
 
     Args:
-        info: Description of the training data.
         config: Options of the training data.
+        info: Description of the training data.
 
     Example:
         >>> info = ImageInfo("grey", ("a", "b"), (4, 6, 1), (0.5,), (0.5,), 7, "")
-        >>> print(describe_preprocessing(info, ConfigDict({"image_size": 8})))
+        >>> print(describe_preprocessing(ConfigDict({"image_size": 8}), info))
         Inputs are grey images of 8x8 pixels. An image file is decoded upright, as its \
 EXIF orientation says; transparent pixels are composited on white. An image of another \
 size than 6x4 is cropped to its central part of this shape and resized to it, \
@@ -158,22 +158,22 @@ way. Values are pixels / 255.
     return " ".join([*parts, f"Values are {values}."])
 
 
-def library_preprocessing(info: ImageInfo, config: ConfigDict) -> dict[str, Any]:
+def library_preprocessing(config: ConfigDict, info: ImageInfo) -> dict[str, Any]:
     """Returns how a model's inputs are made, in terms of `prepare_squares`.
 
     It is the same for images of the stored size, and close for others: `prepare_images`
     resizes some of them twice.
 
     Args:
-        info: Description of the training data.
         config: Options of the training data.
+        info: Description of the training data.
 
     Returns:
         ``preprocessing`` of a saved model, see `relattn.models.preprocessing`.
 
     Example:
         >>> info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
-        >>> library_preprocessing(info, ConfigDict({"image_size": 8}))
+        >>> library_preprocessing(ConfigDict({"image_size": 8}), info)
         {'resized': 8, 'squash': False, 'interpolation': 'bilinear', 'mean': [0.0], \
 'std': [1.0]}
     """
@@ -227,7 +227,7 @@ def as_sequence(
 
 
 def _read(
-    source: UserImage, name: str, info: ImageInfo, config: ConfigDict
+    source: UserImage, name: str, config: ConfigDict, info: ImageInfo
 ) -> UInt8[np.ndarray, "*frames height width channels"]:
     *frames, height, width, channels = stored = stored_shape(config, info)
     if frames:

@@ -117,7 +117,7 @@ class Pretrained:
             options, shape = self.config["preprocessing"], self.config["image_shape"]
             return prepare_squares(images, image_shape=shape, **options)
         data, info, config = data_options(self.config, "Pretrained.preprocess")
-        return data.prepare_images(images, info, config)
+        return data.prepare_images(images, config, info)
 
     def features(
         self,
@@ -764,7 +764,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
             "inputs = pretrained.preprocess(images)",
         ]
         library, info, options = data_options(config, "the model card")
-        inputs = library.describe_preprocessing(info, options)
+        inputs = library.describe_preprocessing(options, info)
     lines = [
         *hub.front_matter(config, license),
         f"# {config['model']['name']} on {escape_markdown(data['name'])}",

@@ -156,7 +156,7 @@ def _stored(
         starts = range(0, len(points), batch_size)
         return "points", len(points), (points[i : i + batch_size] for i in starts)
     images = as_sequence(inputs, info.image_shape[-1], len(info.image_shape) - 1)
-    batches = read_images(images, info, run.config.data, batch_size)
+    batches = read_images(images, run.config.data, info, batch_size)
     return "image", len(images), batches
 
 

@@ -152,7 +152,7 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
 
 
 def load_runs(
-    workdir: str | Path, checkpoint: str = "best", image_size: int | None = None
+    workdir: str | Path, checkpoint: str = "best", *, image_size: int | None = None
 ) -> list[Run]:
     """Loads every seed of a run; each checkpoint is verified and read once.
 

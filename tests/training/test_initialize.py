@@ -299,9 +299,9 @@ def test_images_are_prepared_as_for_the_source(prepared_vit):
     white = np.full((1, 16, 16, 1), 255, np.uint8)
     found = data_lib.make_preprocess(config, info)({"image": white})
     np.testing.assert_allclose(found, (1 - 0.5) / 0.5, rtol=1e-6)
-    assert "mean 0.5000" in data_lib.describe_preprocessing(info, config)
+    assert "mean 0.5000" in data_lib.describe_preprocessing(config, info)
     streamed = dataclasses.replace(info, streamed=True)
-    described = data_lib.describe_preprocessing(streamed, config)
+    described = data_lib.describe_preprocessing(config, streamed)
     assert "resized to 20 pixels, by bicubic interpolation" in described
     colour = dataclasses.replace(info, image_shape=(16, 16, 3))
     white = np.full((1, 16, 16, 3), 255, np.uint8)

@@ -371,7 +371,7 @@ def fit(
         )
         raise ValueError(
             f"config.init_from={config.init_from} does not fit config.model: {found}; "
-            f"{described}: change this, or name what may be initialized or left out in "
+            f"{described}: change this, or name what may be initialised or left out in "
             "config.init_skip, such as 'head'"
         )
     names = {*names_here, *tensors}

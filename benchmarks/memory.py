@@ -12,7 +12,6 @@ compiler is that for CPUs: on other platforms the ``temporary`` memory differs.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,16 +24,16 @@ from tqdm import tqdm
 
 from relattn import command
 from relattn.data import DataInfo, ImageInfo, TextInfo
-from relattn.files import replace_file, usable_file
+from relattn.files import usable_file
+from relattn.markdown import markdown_table
 from relattn.training.config import check_config
 from relattn.training.config_file import read_config
 from relattn.training.cost import tree_bytes
-from relattn.training.errors import explain_write_errors
 from relattn.training.mesh import DATA_AXIS, MeshParallel
 from relattn.training.task import Task
+from relattn.training.workdir import write_json
 
 _MESH = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
-GIGABYTE = 1e9
 
 
 def read_mesh(text: str) -> tuple[int, int]:
@@ -166,16 +165,16 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
         >>> print(memory_table([row]).splitlines()[-1])
         | 8 | 2 x 4 | 3.00 GB | 0.50 GB | 4.00 GB |
     """
-    kinds = ("state", "temporary", "total")
-    lines = [
-        "| devices | data x model | parameters and optimiser | temporary | total |",
-        "| ---: | :---: | ---: | ---: | ---: |",
+    held = ["parameters and optimiser", "temporary", "total"]
+    cells = [
+        [
+            str(row["data"] * row["model"]),
+            f"{row['data']} x {row['model']}",
+            *(f"{row[key] / 1e9:,.2f} GB" for key in ("state", "temporary", "total")),
+        ]
+        for row in rows
     ]
-    for row in rows:
-        mesh = f"{row['data']} x {row['model']}"
-        sizes = " | ".join(f"{row[kind] / GIGABYTE:,.2f} GB" for kind in kinds)
-        lines.append(f"| {row['data'] * row['model']} | {mesh} | {sizes} |")
-    return "\n".join(lines)
+    return markdown_table(["devices", "data x model", *held], cells)
 
 
 @command.entry_point
@@ -222,8 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "jax": jax.__version__,
             "bytes_per_device": rows,
         }
-        with explain_write_errors(path):
-            replace_file(path, json.dumps(result, indent=1) + "\n")
+        write_json(path, result)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo, DataSource, EvalSplit
-from relattn.files import expand, hide_all_folders, hide_folders, replace_file
+from relattn.files import expand, hide_all_folders, hide_folders
 from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.models.hub import is_hub_id
 from relattn.training import predict as predict_lib
 from relattn.training.config import to_json
 from relattn.training.devices import make_parallel
-from relattn.training.errors import explain_write_errors
 from relattn.training.evaluator import Evaluator
 from relattn.training.given_data import require_data
 from relattn.training.metrics import metrics_of
@@ -42,7 +41,7 @@ from relattn.training.step import (
     make_eval_step,
 )
 from relattn.training.task import data_sizes
-from relattn.training.workdir import read_result
+from relattn.training.workdir import read_result, write_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,9 +366,7 @@ class Run:
             dtype=dtype,
             tokenizer=predict_lib.read_tokenizer_file(self),
         )
-        card = expand(folder, "folder") / "README.md"
-        with explain_write_errors(card):
-            replace_file(card, text)
+        write_text(expand(folder, "folder") / "README.md", text)
 
 
 def saved_config(config: ConfigDict, info: DataInfo) -> dict[str, Any]:

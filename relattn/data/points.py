@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Float32, Float64, Int32, Int64
 
 from relattn.data.arrays import CLASS_NAMES, open_arrays, read_class_names
 from relattn.data.base import (
@@ -28,6 +28,8 @@ from relattn.data.images import check_labels, draw_validation
 
 INPUTS = ("positions", "features", "mask")
 PARTS = (*INPUTS, "labels")
+# Sets are moved by multiples of it: those near zero, as most are, stay as they are.
+_MOVES = 1024.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +56,10 @@ class PointSplit:
         mask: np.ndarray | None = None,
     ) -> PointSplit:
         """Joins arrays of your own.
+
+        Near 1e6, float32 rounds positions by up to 0.03. So a set whose mean is more
+        than 512 along an axis is moved by the nearest multiple of 1,024, which changes
+        no offset between its points.
 
         Args:
             positions: Position of each point, shape ``[n, points, axes]``.
@@ -304,7 +310,7 @@ def read_point_sets(
 
     Returns:
         Positions and features, float32, shape ``[n, points, axes + channels]``; NaN for
-        padding.
+        padding. Sets far from zero are moved, as in `PointSplit.from_arrays`.
 
     Raises:
         FileNotFoundError: If the file is missing.
@@ -333,7 +339,7 @@ def read_point_sets(
             )
         joined, given_axes = _join(**points), np.shape(points["positions"])[-1]
     else:
-        joined, given_axes = _stack(points, axes + channels), axes
+        joined, given_axes = _stack(points, axes, channels), axes
     found = given_axes, joined.shape[-1] - given_axes
     if found != (axes, channels):
         raise ValueError(
@@ -366,15 +372,32 @@ def _join(
     for name, array in {"positions": positions, "features": features}.items():
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{name} have dtype {array.dtype}, expected numbers")
-    points = np.concatenate([positions, features], axis=-1).astype(np.float32)
+    points = np.concatenate([_move(positions, mask), features], axis=-1)
+    points = points.astype(np.float32)
     if not np.isfinite(points[mask]).all():
         raise ValueError("a point is not finite: set its mask to False, or correct it")
     points[~mask] = np.nan
     return points
 
 
-def _stack(points: Any, columns: int) -> Float32[np.ndarray, "n points columns"]:
+def _move(
+    positions: np.ndarray, mask: np.ndarray
+) -> Float64[np.ndarray, "n points axes"]:
+    """Moves each set by multiples of `_MOVES`, such that its mean is near zero."""
+    exists, count = mask[..., None], np.maximum(mask.sum(axis=1), 1)
+    positions = positions.astype(np.float64)
+    # What is not finite is refused later.
+    with np.errstate(invalid="ignore"):
+        total = positions.sum(axis=1, keepdims=True, where=exists)
+        mean = total / count[:, None, None]
+        return positions - _MOVES * np.round(mean / _MOVES)
+
+
+def _stack(
+    points: Any, axes: int, channels: int
+) -> Float32[np.ndarray, "n points columns"]:
     """Returns arrays of sets of points in one array, with NaN for padding."""
+    columns = axes + channels
     if not isinstance(points, list | tuple):
         points = np.asarray(points)
         points = points[None] if points.ndim == 2 else points
@@ -395,7 +418,8 @@ def _stack(points: Any, columns: int) -> Float32[np.ndarray, "n points columns"]
                 f"set {index} of the points has dtype {each.dtype}, expected numbers"
             )
     longest = max(map(len, sets), default=1)
-    stacked = np.full((len(sets), longest, columns), np.nan, np.float32)
+    stacked = np.full((len(sets), longest, columns), np.nan)
     for row, each in zip(stacked, sets, strict=True):
         row[: len(each)] = each
-    return _join(stacked[..., :1], stacked[..., 1:], ~np.isnan(stacked).any(axis=-1))
+    positions, features = np.split(stacked, [axes], axis=-1)
+    return _join(positions, features, ~np.isnan(stacked).any(axis=-1))

@@ -114,7 +114,10 @@ class PointTransformer(nn.Module):
 
         Args:
             points: Position and features of each point, shape ``[batch, n, num_axes +
-                channels]``, with at least one channel.
+                channels]``, with at least one channel. Waves are computed in float32
+                from positions in float32, of which the digits suffice up to some 1,000:
+                subtract a mean or a corner of the set from larger ones first, in
+                float64.
             key_mask: True for points that exist, shape ``[batch, n]``; by default those
                 without a NaN. The others are padding.
             deterministic: Whether dropout is off.

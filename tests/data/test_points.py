@@ -16,6 +16,7 @@ from relattn.data.mnist_points import draw_points, shift_points
 from tests.helpers.quick import normal
 
 N, POINTS = 7, 5
+INFO = PointInfo("mine", ("a", "b"), (POINTS, 3, 2), 5, "")
 LABELS = np.arange(N) % 3
 
 
@@ -38,6 +39,26 @@ def test_arrays_are_joined_and_padding_is_nan():
     np.testing.assert_array_equal(split.points[exists], expected[exists])
     assert np.isnan(split.points[~exists]).all() and (~exists).any()
     np.testing.assert_array_equal(split.labels, LABELS)
+
+
+def test_sets_far_from_zero_keep_their_offsets():
+    arrays = make_arrays()
+    mask = arrays["mask"]
+    # What is masked does not move the others.
+    arrays["positions"] = np.where(mask[..., None], arrays["positions"], np.nan)
+    near = PointSplit.from_arrays(**arrays).points
+    far = np.float64(arrays["positions"]) + [5e6 + 1 / 3, -400.0, 2.0**40]
+    found = PointSplit.from_arrays(**arrays | {"positions": far}).points
+    listed = [
+        np.concatenate([far[i], arrays["features"][i]], axis=-1)[mask[i]]
+        for i in range(N)
+    ]
+    listed = read_point_sets(listed, INFO)
+    for each, expected, of_list, exists in zip(found, near, listed, mask, strict=True):
+        assert abs(each[exists, :3]).max() < 520
+        offsets, given = (x[exists, :3] - x[exists][0, :3] for x in (each, expected))
+        np.testing.assert_allclose(offsets, given, rtol=0, atol=2.0**-11)
+        np.testing.assert_array_equal(each[exists], of_list[: exists.sum()])
 
 
 @pytest.mark.parametrize(
@@ -156,9 +177,6 @@ def test_the_embedded_digits_are_split_and_shifted():
     assert abs(np.nanmean(shifted.points - data.test.points, axis=1)).max() > 25
     with pytest.raises(ValueError, match="has no option data.canvas"):
         load_data(ConfigDict({**config.to_dict(), "canvas": 84}))
-
-
-INFO = PointInfo("mine", ("a", "b"), (POINTS, 3, 2), 5, "")
 
 
 def test_sets_of_a_user_are_read_in_every_form(tmp_path):

@@ -24,7 +24,7 @@ from relattn.files import check_folder
 from relattn.json_files import read_json
 from relattn.manifest import tokenizer_name
 from relattn.messages import check_choice, printable, shorten
-from relattn.models import preprocessing, pretrained
+from relattn.models import preprocessing, pretrained, variable_names
 from relattn.models.safetensors import read_safetensors
 from relattn.models.source_configs import check_equal, class_names
 from relattn.models.sources import SOURCES
@@ -128,7 +128,7 @@ def convert(
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {one_line(error)}") from error
     like = pretrained.abstract(model, converted.config)
-    variables = pretrained.unflatten(model, like, converted.tensors, checkpoint)
+    variables = variable_names.unflatten(model, like, converted.tensors, checkpoint)
     tokenizer = _add_tokenizer(converted.config, beside.parent)
     pretrained.save_pretrained(output, converted.config, variables, tokenizer=tokenizer)
     return converted.config

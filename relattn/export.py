@@ -31,7 +31,7 @@ from relattn.command import lacks_resources, one_line
 from relattn.files import check_folder, expand, replace_file
 from relattn.manifest import write_manifest
 from relattn.messages import check_choice, printable
-from relattn.models import preprocessing, pretrained
+from relattn.models import preprocessing, pretrained, variable_names
 from relattn.models.hub import is_hub_id
 from relattn.models.safetensors import write_safetensors
 from relattn.models.targets import to_library
@@ -256,8 +256,8 @@ def _unroll(source: _Source) -> Predict:
         return source.predict
     model = source.model.clone(scan_layers=False)
     like = pretrained.abstract(model, source.config)
-    tensors = pretrained.flatten(source.model, source.variables)
-    variables = pretrained.unflatten(model, like, tensors, "the model")
+    tensors = variable_names.flatten(source.model, source.variables)
+    variables = variable_names.unflatten(model, like, tensors, "the model")
     return source.make_predict(model, variables)
 
 

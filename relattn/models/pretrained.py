@@ -1,16 +1,12 @@
 """Saves and loads models with their weights: ``config.json`` and ``model.safetensors``.
 
-Files name a parameter by layer, ``params.layers.3.attention.q.kernel``, and by position
-encoding, ``params.position.learned.table``, so that the names do not depend on which
-layers a model compiles together, or on further encodings. `flatten` gives these names;
-`unflatten` checks them and assembles a model's variables from them.
+`relattn.models.variable_names` has the names of the parameters in a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,18 +20,18 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from relattn import models, spec
+from relattn import models
 from relattn.command import lacks_resources, one_line
 from relattn.extras import require_train
 from relattn.files import check_folder, expand, replace_file
 from relattn.manifest import FILE_PREFIX, MANIFEST, find_damage, write_manifest
-from relattn.markdown import escape_markdown, markdown_table
-from relattn.messages import list_problems, shorten
+from relattn.messages import shorten
 from relattn.models import hub, preprocessing
 from relattn.models.patches import adapt_channels
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.models.saved_config import read_saved_config
+from relattn.models.variable_names import Variables, flatten, unflatten
 
 if TYPE_CHECKING:
     from relattn.data import Tokenizer
@@ -44,9 +40,6 @@ CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json
 # Dtypes of parameters in a file; another would round most of them to zero.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 EMBEDDING = "params.embedding.kernel"
-_BLOCK = re.compile(r"(blocks?)_(\d+)")
-
-Variables = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -595,201 +588,3 @@ def resize_images(
     patch_size = getattr(model, "patch_size", 1)
     grids = [models.patch_grid(size, patch_size) for size in (old, new)]
     return resize_grid(model, variables, *grids)
-
-
-def flatten(model: nn.Module, variables: Variables) -> dict[str, np.ndarray]:
-    """Names a model's variables by layer and position encoding.
-
-    Args:
-        model: The model.
-        variables: Its variables.
-
-    Returns:
-        An array for each name, on the host.
-
-    Raises:
-        ValueError: If a name has a dot.
-    """
-    flat = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(variables)[0]:
-        names, stacked = leaf_names(model, path, leaf.shape)
-        leaf = np.asarray(leaf)
-        flat.update(zip(names, leaf if stacked else [leaf], strict=True))
-    return flat
-
-
-def unflatten(
-    model: nn.Module,
-    like: Variables,
-    tensors: Mapping[str, Any],
-    where: str | Path,
-) -> dict[str, Any]:
-    """Assembles a model's variables from named arrays; checks every name and shape.
-
-    Args:
-        model: The model.
-        like: Shapes and dtypes of its variables.
-        tensors: An array for each name of `flatten`.
-        where: The source of the arrays, for the message.
-
-    Returns:
-        Variables with the structure of ``like``.
-
-    Raises:
-        ValueError: If an array is missing, unexpected, of another shape or not floats.
-    """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
-    places, shapes = [], {}
-    for path, leaf in leaves:
-        names, stacked = leaf_names(model, path, leaf.shape)
-        places.append((names, stacked, leaf.dtype))
-        shapes |= dict.fromkeys(names, tuple(leaf.shape[stacked:]))
-    check_tensors(shapes, tensors, where)
-    result = []
-    for names, stacked, dtype in places:
-        arrays = [np.asarray(tensors[name]).astype(dtype) for name in names]
-        result.append(jnp.asarray(np.stack(arrays) if stacked else arrays[0]))
-    return jax.tree.unflatten(treedef, result)
-
-
-def cut_vocabulary(tensors: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Leaves out the rows of tables that are of no token.
-
-    Checkpoints have some that pad the vocabulary, or that were never used.
-
-    Args:
-        tensors: The arrays of a model of text, by the names of `flatten`.
-        size: Number of ids of the tokenizer.
-
-    Returns:
-        The arrays, of the first ``size`` ids.
-
-    Example:
-        >>> tensors = {"params.head.kernel": np.ones((8, 263))}
-        >>> cut_vocabulary(tensors, 256)["params.head.kernel"].shape
-        (8, 256)
-    """
-    cuts = {
-        "params.embedding.embedding": (slice(size),),
-        "params.head.kernel": (..., slice(size)),
-    }
-    return {name: x[cuts[name]] if name in cuts else x for name, x in tensors.items()}
-
-
-def check_tensors(
-    shapes: Mapping[str, tuple[int, ...]],
-    tensors: Mapping[str, Any],
-    where: str | Path,
-) -> None:
-    """Checks that arrays are floats and have exactly the expected names and shapes.
-
-    Args:
-        shapes: The expected shape of each name.
-        tensors: The arrays.
-        where: Their source, for the message.
-
-    Raises:
-        ValueError: If an array is missing, unexpected, of another shape or not floats.
-
-    Example:
-        >>> check_tensors({"a": (2,)}, {"b": np.ones(3)}, "model.safetensors")
-        Traceback (most recent call last):
-        ValueError: model.safetensors does not fit the model: missing a; unexpected b
-    """
-    problems = {
-        "missing": [name for name in shapes if name not in tensors],
-        "unexpected": [name for name in tensors if name not in shapes],
-        "of another shape": [
-            f"{name} {tuple(tensors[name].shape)} instead of {shape}"
-            for name, shape in shapes.items()
-            if name in tensors and tuple(tensors[name].shape) != shape
-        ],
-        "not floats": [
-            f"{name} ({tensors[name].dtype})"
-            for name in shapes
-            if name in tensors and not jnp.issubdtype(tensors[name].dtype, jnp.floating)
-        ],
-    }
-    if any(problems.values()):
-        raise ValueError(f"{where} does not fit the model: {list_problems(problems)}")
-
-
-def leaf_names(model: nn.Module, path: Any, shape: Any) -> tuple[list[str], bool]:
-    """Names a leaf; returns several names, and True, for a leaf of stacked layers."""
-    keys = [getattr(key, "key", None) or getattr(key, "name", "") for key in path]
-    if keys[1] == "position":
-        terms = [term.partition("(")[0] for term in spec.terms(model.position)]
-        term = int(keys.pop(2).removeprefix("terms_")) if len(terms) > 1 else 0
-        # Two encodings of the same name are told apart by their order.
-        again = f"_{term}" if terms.count(terms[term]) > 1 else ""
-        keys.insert(2, terms[term] + again)
-    for place, key in enumerate(keys):
-        match = _BLOCK.fullmatch(key)
-        if match:
-            stacked = match[1] == "blocks"
-            first, count = int(match[2]), shape[0] if stacked else 1
-            before, after = keys[:place], keys[place + 1 :]
-            return [
-                ".".join([*before, "layers", str(layer), *after])
-                for layer in range(first, first + count)
-            ], stacked
-    return [".".join(keys)], False
-
-
-def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) -> str:
-    """Describes a trained model in Markdown: model, data, metrics and licence."""
-    data = config["data"]
-    rows = [
-        (name, f"{value:.4g}")
-        for name, value in metrics.items()
-        if name.startswith(("validation_", "test_")) and isinstance(value, int | float)
-    ]
-    inputs, prepare = "Inputs are tokens.", []
-    if data.get("tokenizer"):
-        inputs = f"Inputs are tokens of the tokenizer {data['tokenizer']}."
-        prepare = [
-            "tokenizer = pretrained.load_tokenizer()",
-            'inputs = tokenizer.encode("A text")[None]',
-        ]
-    if "point_shape" in data:
-        _, axes, channels = data["point_shape"]
-        inputs = (
-            f"Inputs are sets of points, float32 [n, points, {axes + channels}]: the "
-            f"position of {axes} axes, then {channels} features; NaN for padding."
-        )
-    if "mean" in data:
-        stored = ", ".join(map(str, data["image_shape"]))
-        prepare = [
-            f"# Files, Pillow images, or arrays: uint8 [n, {stored}].",
-            "inputs = pretrained.preprocess(images)",
-        ]
-        library, info, options = data_options(config, "the model card")
-        inputs = library.describe_preprocessing(options, info)
-    lines = [
-        *hub.front_matter(config, license),
-        f"# {config['model']['name']} on {escape_markdown(data['name'])}",
-        "```python",
-        "import relattn",
-        "",
-        'pretrained = relattn.load_pretrained("THIS FOLDER")',
-        *prepare,
-        "logits = pretrained.model.apply(pretrained.variables, inputs)",
-        "```",
-        "## Model",
-        "```json",
-        json.dumps(config["model"], indent=2),
-        "```",
-        "## Data",
-        f"{escape_markdown(data['name'])}: {data['num_train']} training examples, from "
-        f"{escape_markdown(data['origin'])}.",
-        inputs,
-        "The key `training` of `config.json` is the configuration of the run.",
-        "## Metrics",
-        f"The {config['checkpoint']} checkpoint, after {config['step']} updates.",
-        "",
-        *([markdown_table(["metric", "value"], rows)] if rows else []),
-        "",
-        "## Licence",
-        f"Of the weights: {escape_markdown(license)}.",
-    ]
-    return "\n".join(lines) + "\n"

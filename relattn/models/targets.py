@@ -16,7 +16,7 @@ import numpy as np
 
 from relattn import models, spec
 from relattn.messages import list_problems, shorten
-from relattn.models import preprocessing, pretrained
+from relattn.models import preprocessing, pretrained, variable_names
 from relattn.models.patches import patch_sides
 from relattn.models.source_configs import hf_activation
 from relattn.models.sources import SOURCES, gpt2_table
@@ -69,7 +69,7 @@ class Model(NamedTuple):
     Attributes:
         options: The module's attributes, in one form of several that mean the same.
         config: The contents of relattn's ``config.json``.
-        parameters: An array for each name of `relattn.models.pretrained.flatten`.
+        parameters: An array for each name of `relattn.models.variable_names.flatten`.
     """
 
     options: dict[str, Any]
@@ -120,7 +120,7 @@ def to_library(
             differ.
     """
     options = _options(model)
-    found = Model(options, config, pretrained.flatten(model, variables))
+    found = Model(options, config, variable_names.flatten(model, variables))
     known = [t for t in TARGETS[library] if isinstance(model, t.default)]
     if not known:
         names = sorted({target.default.__name__ for target in TARGETS[library]})

@@ -16,7 +16,7 @@ from relattn import models
 from relattn.data.paths import expand
 from relattn.manifest import FILE_PREFIX
 from relattn.messages import closest, list_problems, shorten
-from relattn.models import pretrained
+from relattn.models import pretrained, variable_names
 from relattn.models.patches import adapt_channels
 from relattn.training.checkpoint import CHECKPOINTS, read_latest
 from relattn.training.config import to_json
@@ -166,7 +166,7 @@ def initial_state(
                 f"config.init_from={config.init_from}, a model of images of {old_size} "
                 f"pixels, does not fit images of {new_size}: {error}"
             ) from error
-    tensors = pretrained.flatten(source.model, variables)
+    tensors = variable_names.flatten(source.model, variables)
     if "image_shape" in new and source.model.inputs == "images":
         tensors = _with_channels(tensors, old_shape[-1], new_shape[-1])
         if new["num_classes"] != source.config["num_classes"]:
@@ -274,7 +274,7 @@ def _cut_tables(
         table = tensors[POSITIONS][: new["context_length"]]
         tensors = {**tensors, POSITIONS: table}
     if tokenizer == pretrained.tokenizer_of(source):
-        return pretrained.cut_vocabulary(tensors, new["vocab_size"])
+        return variable_names.cut_vocabulary(tensors, new["vocab_size"])
     return tensors
 
 
@@ -320,7 +320,7 @@ def fit(
         model: The model to train.
         like: Shapes of its parameters and moving statistics.
         tensors: Those of ``config.init_from``, by the names of
-            `relattn.models.pretrained.flatten`.
+            `relattn.models.variable_names.flatten`.
         config: The run's configuration. ``init_skip`` lists parts of names, separated
             by commas: ``"head, attention.q"``.
         skipped: These parts, and others.
@@ -344,7 +344,7 @@ def fit(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     result, problems, names_here = [], [], set()
     for path, leaf in leaves:
-        names, stacked = pretrained.leaf_names(model, path, leaf.shape)
+        names, stacked = variable_names.leaf_names(model, path, leaf.shape)
         names_here |= set(names)
         shape = tuple(leaf.shape[stacked:])
         fresh = [

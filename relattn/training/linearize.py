@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Key
 
 from relattn import spec
 from relattn.messages import list_problems
-from relattn.models import pretrained
+from relattn.models import variable_names
 from relattn.nn.attention import SoftmaxAttention
 from relattn.nn.linear_attention import LinearAttention
 
@@ -76,13 +76,13 @@ def swap_attention(
             "tokens: swap model.clone(attention='softmax'), which it can imitate"
         )
     swapped = model.clone(attention=attention)
-    kept = pretrained.flatten(model, {"params": variables["params"]})
+    kept = variable_names.flatten(model, {"params": variables["params"]})
     shapes = jax.eval_shape(swapped.init, key, inputs)
     shapes = {name: tree for name, tree in shapes.items() if name != "intermediates"}
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     taken: list[Any] = []
     for path, leaf in leaves:
-        names, stacked = pretrained.leaf_names(swapped, path, leaf.shape)
+        names, stacked = variable_names.leaf_names(swapped, path, leaf.shape)
         arrays = [kept.pop(name) for name in names if name in kept]
         taken.append((np.stack(arrays) if stacked else arrays[0]) if arrays else None)
     if kept:

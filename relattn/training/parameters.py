@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from relattn.messages import closest, shorten
-from relattn.models import pretrained
+from relattn.models import variable_names
 
 # As timm does, decay leaves out these, whatever their shape.
 _NOT_DECAYED = ("cls", "position.")
@@ -48,7 +48,7 @@ def map_parameters(
     leaves, treedef = jax.tree_util.tree_flatten_with_path({"params": params})
     results = []
     for path, leaf in leaves:
-        names, stacked = pretrained.leaf_names(model, path, leaf.shape)
+        names, stacked = variable_names.leaf_names(model, path, leaf.shape)
         names = [name.removeprefix("params.") for name in names]
         results.append(function(names, leaf, stacked))
     return jax.tree.unflatten(treedef, results)["params"]

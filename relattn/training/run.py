@@ -24,6 +24,7 @@ from relattn.files import expand, hide_all_folders, hide_folders
 from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.models.hub import is_hub_id
+from relattn.models.model_card import model_card
 from relattn.training import predict as predict_lib
 from relattn.training.config import to_json
 from relattn.training.devices import make_parallel
@@ -358,7 +359,7 @@ class Run:
         config = self.pretrained_config()
         # Nothing is written unless everything can be read.
         metrics = read_result(self.workdir, self.config.seed)
-        text = pretrained.model_card(config, metrics, license)
+        text = model_card(config, metrics, license)
         pretrained.save_pretrained(
             folder,
             config,

@@ -17,7 +17,7 @@ from relattn.data import TextInfo, input_shape, read_info
 from relattn.files import expand
 from relattn.manifest import FILE_PREFIX
 from relattn.messages import check_choice
-from relattn.models import pretrained
+from relattn.models import pretrained, variable_names
 from relattn.models.hub import is_hub_id
 from relattn.training.checkpoint import (
     CHECKPOINTS,
@@ -116,13 +116,13 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
     model, variables = loaded.model, loaded.variables
     if size < loaded.config["vocab_size"]:
         # The model would draw ids that no text has.
-        tensors = pretrained.flatten(model, variables)
+        tensors = variable_names.flatten(model, variables)
         changed = {**loaded.config, "vocab_size": size}
         model = pretrained.build(changed)
-        variables = pretrained.unflatten(
+        variables = variable_names.unflatten(
             model,
             pretrained.abstract(model, changed),
-            pretrained.cut_vocabulary(tensors, size),
+            variable_names.cut_vocabulary(tensors, size),
             folder,
         )
     # Where `relattn.data.tokenizers.find_tokenizer` finds its file.

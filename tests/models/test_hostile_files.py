@@ -17,6 +17,7 @@ import relattn
 from relattn.convert import convert
 from relattn.manifest import write_manifest
 from relattn.models import pretrained
+from relattn.models.model_card import model_card
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from tests.helpers.sentences import assert_refused
 from tests.models.test_pretrained import ENTRY, FIXTURES, write_header
@@ -417,7 +418,7 @@ def test_layer_of_another_index_is_refused(source, index, tmp_path):
 )
 def test_card_shows_names_as_they_are(name):
     data = {**CONFIG["data"], "name": name, "origin": name}
-    card = pretrained.model_card({**CONFIG, "data": data}, {}, license=name)
+    card = model_card({**CONFIG, "data": data}, {}, license=name)
     front, license, name_line = card.split("\n")[1:4]
     assert (front, license) == ("library_name: relattn", "license: other")
     quoted = name_line.removeprefix("license_name: ")

@@ -13,6 +13,7 @@ import pytest
 
 import relattn
 from relattn.models import hub, pretrained
+from relattn.models.model_card import model_card
 from relattn.training import initialize
 
 ROOT = Path(__file__).parents[2]
@@ -209,7 +210,7 @@ def cards():
     training = {"training": {"data": {}}, "checkpoint": "best", "step": 3}
     for license in ("unspecified", "MIT", "cc-by-4.0", "no", 'mine: "x" # 1'):
         config = {**CONFIG, **training, "data": data}
-        yield license, pretrained.model_card(config, {}, license)
+        yield license, model_card(config, {}, license)
     for file in sorted((ROOT / "results" / "models").glob("*/README.md")):
         yield "Apache-2.0", file.read_text("utf-8")
 

@@ -18,7 +18,7 @@ from relattn.convert import SOURCES, convert
 from relattn.data import TextInfo, load_tokenizer
 from relattn.export import export
 from relattn.manifest import find_damage, write_manifest
-from relattn.models import pretrained
+from relattn.models import pretrained, variable_names
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.training.errors import CheckpointError
 from relattn.training.predict import read_tokenizer_file
@@ -329,8 +329,8 @@ def test_another_attention_keeps_parameters_and_draws_features(tmp_path):
     assert softmax.config["model"]["attention"] == softmax.model.attention == "softmax"
     params = {"params": variables["params"]}
     chex.assert_trees_all_equal(
-        pretrained.flatten(softmax.model, softmax.variables),
-        pretrained.flatten(precise.model, params),
+        variable_names.flatten(softmax.model, softmax.variables),
+        variable_names.flatten(precise.model, params),
     )
     more = relattn.load_pretrained(
         tmp_path, model={"attention": "favor(num_features=7)"}

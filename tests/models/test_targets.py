@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from relattn.models import preprocessing, pretrained
+from relattn.models import preprocessing, pretrained, variable_names
 from relattn.models.safetensors import read_safetensors
 from relattn.models.sources import SOURCES
 from relattn.models.targets import to_library
@@ -58,7 +58,7 @@ def read(name):
     converted = SOURCES[source](unwrap(tensors), settings)
     model = pretrained.build(converted.config)
     like = pretrained.abstract(model, converted.config)
-    variables = pretrained.unflatten(model, like, converted.tensors, name)
+    variables = variable_names.unflatten(model, like, converted.tensors, name)
     return source, tensors, converted, model, variables
 
 

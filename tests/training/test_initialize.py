@@ -13,7 +13,8 @@ from relattn import cli, training
 from relattn import data as data_lib
 from relattn.convert import convert
 from relattn.data import ImageInfo
-from relattn.models import complete_options, pretrained
+from relattn.models import complete_options, pretrained, variable_names
+from relattn.models.model_card import model_card
 from relattn.training.config import default_config
 from relattn.training.config_file import read_config
 from relattn.training.initialize import initial_state, take_model
@@ -68,7 +69,7 @@ def task(source, *, info=INFO, num_seeds=1, init_skip="", ema_decay=0.0, **model
 
 
 def flat(model, params):
-    return pretrained.flatten(model, {"params": params})
+    return variable_names.flatten(model, {"params": params})
 
 
 def test_swapped_attention_keeps_every_other_parameter(source):
@@ -546,11 +547,11 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
     assert "arrays: uint8 [n, 5, 5, 1].\ninputs = pretrained.preprocess(images)" in card
     config = run.pretrained_config()
     config["data"].update(image_shape=(5, 5, 2), mean=(0.25, 0.5), std=(1.0, 2.0))
-    card = pretrained.model_card(config, {}, "cc0-1.0")
+    card = model_card(config, {}, "cc0-1.0")
     assert "mean 0.2500, 0.5000, std 1.0000, 2.0000" in card
     config["data"]["image_shape"] = (5, 5, 1)
     config["training"]["data"]["standardize"] = False
-    card = pretrained.model_card(config, {}, "cc0-1.0")
+    card = model_card(config, {}, "cc0-1.0")
     assert "Inputs are grey images of 5x5 pixels." in card
     assert "Values are pixels / 255." in card
     # An update this small changes no float32.

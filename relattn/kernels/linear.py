@@ -302,7 +302,8 @@ def causal_linear_attention(
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With ``return_state``,
-        also the state. The kernel has first derivatives in reverse mode only.
+        also the state. Derivatives are reverse-mode only, and first ones where a kernel
+        of the platform computes the function.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.

@@ -39,6 +39,20 @@ def test_one_chunk_equals_the_reference(name):
     )
 
 
+def test_gradients_have_derivatives_in_forward_mode():
+    q, k, v = (x[0, :5] for x in draw_inputs())
+
+    def loss(q):
+        phi = feature_map("positive")
+        return jnp.sin(causal_linear_attention(q, k, v, phi, chunk_size=2)).sum()
+
+    hessians = (jax.hessian(loss), jax.jacrev(jax.grad(loss)))
+    found, expected = run(lambda q: [hessian(q) for hessian in hessians], q)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * abs(expected).max())
+    with pytest.raises(TypeError, match="forward-mode .* to a custom_vjp function"):
+        jax.jvp(loss, (q,), (q,))
+
+
 @pytest.mark.quick("positive")
 @pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives_equal_the_reference(name):

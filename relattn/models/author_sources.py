@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from relattn.messages import shorten
-from relattn.models import source_configs
+from relattn.models import source_configs, source_keys
 from relattn.models.source_configs import check_equal
 from relattn.models.tensor_tables import (
     Converted,
@@ -109,7 +109,7 @@ def _patch(width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
 
 def translution(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     """Converts the ViT and the GPT of Translution's authors, full or LoR."""
-    settings = source_configs.read_settings(settings, source_configs.TRANSLUTION)
+    settings = source_configs.read_settings(settings, source_keys.TRANSLUTION)
     text = "wte.weight" in tensors
     dim = tensors["translution.norm.weight"].shape[0]
     heads = source_configs.num_heads(settings, "num_heads", dim)
@@ -194,7 +194,7 @@ def performer(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     The authors add eps to features after subtracting a maximum over the batch; ours is
     a constant that depends on no token, so outputs are close to theirs, not equal.
     """
-    settings = source_configs.read_settings(settings, source_configs.PERFORMER)
+    settings = source_configs.read_settings(settings, source_keys.PERFORMER)
     projection = _PERFORMER_LAYER.format(0) + _PROJECTION
     if projection not in tensors:
         raise ValueError("only Performers without position heads are converted")

@@ -14,7 +14,8 @@ from typing import Any
 
 from relattn.json_files import Range, check_json, read_json
 from relattn.messages import check_choice, shorten
-from relattn.models.source_configs import HF_PROCESSOR, read_settings
+from relattn.models.source_configs import read_settings
+from relattn.models.source_keys import HF_PROCESSOR
 
 # Pillow's filters, by transformers' numbers.
 INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")

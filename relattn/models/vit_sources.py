@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from relattn.models import source_configs
+from relattn.models import source_configs, source_keys
 from relattn.models.source_configs import check_equal
 from relattn.models.tensor_tables import (
     Converted,
@@ -350,7 +350,7 @@ _HF_IGNORED = (
 def _hf(
     tensors: Tensors,
     settings: Mapping[str, Any],
-    keys: source_configs.Keys,
+    keys: source_keys.Keys,
     *,
     prefix_rows: tuple[int, ...],
     norm_eps: float,
@@ -413,7 +413,7 @@ def hf_vit(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     return _hf(
         tensors,
         settings,
-        source_configs.HF_VIT,
+        source_keys.HF_VIT,
         # Rows of positions other than those of patches: always CLS's.
         prefix_rows=(1,) if HF_NAMES.cls in tensors else (0, 1),
         norm_eps=1e-12,
@@ -429,7 +429,7 @@ def hf_dinov2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     return _hf(
         tensors,
         settings,
-        source_configs.HF_DINOV2,
+        source_keys.HF_DINOV2,
         prefix_rows=(1,),
         norm_eps=1e-6,
         pool="cls_mean" if has_head else "cls",
@@ -448,7 +448,7 @@ def hf_clip(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     return _hf(
         tensors,
         settings,
-        source_configs.HF_CLIP,
+        source_keys.HF_CLIP,
         prefix_rows=(1,),
         norm_eps=1e-5,
         # CLIPForImageClassification has no use for the last LayerNorm.
@@ -465,7 +465,7 @@ def hf_siglip(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     return _hf(
         tensors,
         settings,
-        source_configs.HF_SIGLIP,
+        source_keys.HF_SIGLIP,
         prefix_rows=(0,),
         norm_eps=1e-6,
         pool="attention" if pooled else "mean",

@@ -11,7 +11,7 @@ from PIL import Image
 
 import relattn
 from relattn.convert import convert
-from relattn.models import source_configs
+from relattn.models import source_configs, source_keys
 from relattn.models.safetensors import read_safetensors
 
 torch = pytest.importorskip("torch")
@@ -519,15 +519,15 @@ def test_every_key_of_transformers_is_known():
     transformers = pytest.importorskip("transformers")
     generation = transformers.GenerationConfig().to_dict()
     for config, keys in (
-        (transformers.ViTConfig(), source_configs.HF_VIT),
-        (transformers.ViTMAEConfig(), source_configs.HF_VIT),
-        (transformers.Dinov2Config(), source_configs.HF_DINOV2),
-        (transformers.Dinov2WithRegistersConfig(), source_configs.HF_DINOV2),
-        (transformers.CLIPVisionConfig(), source_configs.HF_CLIP),
-        (transformers.SiglipVisionConfig(), source_configs.HF_SIGLIP),
-        (transformers.GPT2Config(), source_configs.HF_GPT2),
-        (transformers.LlamaConfig(), source_configs.HF_LLAMA),
-        (transformers.MistralConfig(), source_configs.HF_LLAMA),
+        (transformers.ViTConfig(), source_keys.HF_VIT),
+        (transformers.ViTMAEConfig(), source_keys.HF_VIT),
+        (transformers.Dinov2Config(), source_keys.HF_DINOV2),
+        (transformers.Dinov2WithRegistersConfig(), source_keys.HF_DINOV2),
+        (transformers.CLIPVisionConfig(), source_keys.HF_CLIP),
+        (transformers.SiglipVisionConfig(), source_keys.HF_SIGLIP),
+        (transformers.GPT2Config(), source_keys.HF_GPT2),
+        (transformers.LlamaConfig(), source_keys.HF_LLAMA),
+        (transformers.MistralConfig(), source_keys.HF_LLAMA),
     ):
         known = {*keys.read, *keys.fixed, *keys.harmless, "rope_parameters"}
         assert not {*config.to_dict(), *generation} - known
@@ -622,7 +622,7 @@ def test_every_key_of_timm_is_known():
     timm = pytest.importorskip("timm")
     from timm.models import PretrainedCfg
 
-    keys = source_configs.TIMM
+    keys = source_keys.TIMM
     known = {*keys.read, *keys.fixed, *keys.harmless}
     arguments = inspect.signature(timm.models.VisionTransformer).parameters
     assert {name for name in arguments if name not in known} == {

@@ -12,7 +12,7 @@ import pytest
 
 import relattn
 from relattn.convert import SOURCES, convert, read_checkpoint
-from relattn.models import source_configs
+from relattn.models import source_configs, source_keys
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.models.source_configs import TIMM_ARCHITECTURES
 from relattn.models.tensor_tables import unwrap
@@ -507,7 +507,7 @@ def test_vision_config_dict_replaces_vision_config(old):
     if old == "another":
         # The second has the class's default of it.
         old = {"vision_config": {**given, "hidden_act": "relu", "layer_norm_eps": 0.1}}
-    found = source_configs.hf_settings({**settings, **old}, source_configs.HF_CLIP)
+    found = source_configs.hf_settings({**settings, **old}, source_keys.HF_CLIP)
     assert found == given
 
 

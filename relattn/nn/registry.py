@@ -23,7 +23,7 @@ from relattn.nn.linear_attention import (
     LearnedReluAttention,
 )
 from relattn.nn.linformer import LinformerAttention
-from relattn.nn.positions import base, bias, fourier, gates, relative, rotary
+from relattn.nn.positions import base, bias, fourier, gates, relative, rotary, sincos
 from relattn.nn.routing import RoutingAttention
 from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
 
@@ -42,10 +42,10 @@ ATTENTIONS: dict[str, type[MultiHeadAttention]] = {
 
 POSITIONS: dict[str, type[base.Position]] = {
     "none": base.NoPosition,
-    "learned": base.Learned,
-    "sincos": base.Sincos,
-    "learnable_sincos": base.LearnableSincos,
-    "constrained_sincos": base.ConstrainedSincos,
+    "learned": sincos.Learned,
+    "sincos": sincos.Sincos,
+    "learnable_sincos": sincos.LearnableSincos,
+    "constrained_sincos": sincos.ConstrainedSincos,
     "relative_key": relative.RelativeKey,
     "relative_value": relative.RelativeValue,
     "relative_bias": relative.RelativeBias,

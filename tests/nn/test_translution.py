@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from relattn import kernels
-from relattn.nn.positions.base import ConstrainedSincosHeads, LayerPosition
+from relattn.nn.positions.base import LayerPosition
 from relattn.nn.positions.rotary import Rope2d
+from relattn.nn.positions.sincos import ConstrainedSincosHeads
 from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
 from tests import reference
 from tests.helpers import compare

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from relattn import offsets
-from relattn.nn.positions import base
+from relattn.nn.positions import sincos
 from tests.helpers.quick import normal, quick_jit, run
 
 GRID = (3, 5)
@@ -22,7 +22,7 @@ def init_with_output(module, tokens):
 
 
 def test_learnable_sincos_adds_the_published_sinusoids():
-    module = base.LearnableSincos(dim=DIM)
+    module = sincos.LearnableSincos(dim=DIM)
     added, variables = init_with_output(module, np.zeros((BATCH, 15, DIM)))
     frequencies = 32000.0 ** (-np.arange(3) / 3)
     np.testing.assert_allclose(
@@ -36,11 +36,13 @@ def test_learnable_sincos_adds_the_published_sinusoids():
 
 def test_learnable_sincos_with_an_indivisible_width_raises():
     with pytest.raises(ValueError, match="dim divisible by 4, got 6"):
-        base.LearnableSincos(dim=6).init(jax.random.key(0), jnp.zeros((1, 15, 6)), GRID)
+        sincos.LearnableSincos(dim=6).init(
+            jax.random.key(0), jnp.zeros((1, 15, 6)), GRID
+        )
 
 
 def heads_inputs(**options):
-    module = base.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=2, **options)
+    module = sincos.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=2, **options)
     variables = run(lambda: module.init(jax.random.key(0), GRID, 1))
     q, k = normal(0, 2, BATCH, HEADS, 16, HEAD_DIM)
     inputs = jax.device_put((q, k, normal(1, BATCH, 16, DIM)))
@@ -148,13 +150,13 @@ def test_constrained_sincos_shares_only_its_scales():
 
 def test_constrained_sincos_without_scales_raises():
     with pytest.raises(ValueError, match="num_scales >= 1, got 0"):
-        base.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=0).init(
+        sincos.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=0).init(
             jax.random.key(0), GRID, 1
         )
 
 
 def test_learned_adds_a_vector_for_every_position():
-    module = base.Learned(dim=DIM)
+    module = sincos.Learned(dim=DIM)
     added, variables = init_with_output(module, np.ones((BATCH, 15, DIM)))
     table = variables["params"]["table"]
     np.testing.assert_array_equal(added[1], 1 + table)
@@ -166,9 +168,9 @@ def test_learned_adds_a_vector_for_every_position():
 
 def test_sincos_equals_initial_learnable_sincos():
     tokens = np.zeros((BATCH, 15, DIM))
-    expected, _ = init_with_output(base.LearnableSincos(dim=DIM, base=50.0), tokens)
-    out, variables = init_with_output(base.Sincos(dim=DIM, base=50.0), tokens)
+    expected, _ = init_with_output(sincos.LearnableSincos(dim=DIM, base=50.0), tokens)
+    out, variables = init_with_output(sincos.Sincos(dim=DIM, base=50.0), tokens)
     np.testing.assert_array_equal(out, expected)
     assert not variables
     with pytest.raises(ValueError, match="'sincos' needs dim divisible"):
-        base.Sincos(dim=6).apply({}, jnp.zeros((1, 15, 6)), GRID)
+        sincos.Sincos(dim=6).apply({}, jnp.zeros((1, 15, 6)), GRID)

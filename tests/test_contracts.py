@@ -18,7 +18,7 @@ from relattn.kernels.platform import use_platform
 from relattn.nn import registry
 from tests.helpers import compare
 from tests.helpers.export import PLATFORMS, export
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import quick_jit, run
 from tests.mechanisms import LINES, MECHANISMS, TORI, VOLUMES
 from tests.mechanisms.base import (
     BATCH,
@@ -124,6 +124,42 @@ def test_second_derivatives_equal_the_reference(mechanism):
     allowed = mechanism.allowed(np.ones(mechanism.num_keys, bool))
     naive = functools.partial(mechanism.naive, allowed=allowed)
     compare.expect_equal_second_derivatives(kernel, naive, inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mechanism",
+    [m for m in MECHANISMS if m.name in ("softmax", "banded, positive features")],
+    ids=str,
+)
+def test_second_derivatives_of_a_scan_equal_those_of_a_loop(mechanism):
+    inputs = mechanism.draw_inputs(dtype=np.float64)
+    stacked = {name: np.stack([x, 0.7 * x]) for name, x in inputs.items()}
+    first = next(iter(stacked))
+
+    def step(carry, inputs):
+        out = mechanism.apply(**inputs | {first: carry * inputs[first]})
+        return jnp.vdot(jnp.cos(jnp.arange(out.size)), jnp.sin(out).ravel()), None
+
+    def scan(inputs):
+        return jax.lax.scan(step, 1.0, inputs)[0]
+
+    def loop(inputs):
+        carry = 1.0
+        for layer in range(2):
+            carry, _ = step(carry, {name: x[layer] for name, x in inputs.items()})
+        return carry
+
+    def hessian_product(loss, inputs):
+        return jax.vjp(jax.grad(loss), inputs)[1](inputs)[0]
+
+    with jax.enable_x64(True):
+        found, expected = (
+            run(functools.partial(hessian_product, loss), stacked)
+            for loss in (scan, loop)
+        )
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-9 * abs(x).max())
 
 
 @every_random_mechanism

@@ -28,7 +28,13 @@ from relattn.kernels.feature_maps import (
     key_features,
     query_features,
 )
-from relattn.kernels.guards import FLOAT32_MIN, divide_sums, shifted_exp
+from relattn.kernels.guards import (
+    FLOAT32_MIN,
+    divide_sums,
+    pack_residuals,
+    shifted_exp,
+    unpack_residuals,
+)
 from relattn.kernels.platform import vary_alike
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.offsets import Grid, Torus, check_grid, max_distance
@@ -378,11 +384,11 @@ def _ring_sum(grid, weights, x):
 
 
 def _ring_sum_forward(grid, weights, x):
-    return _ring_sum(grid, weights, x), (weights, x)
+    return _ring_sum(grid, weights, x), pack_residuals((weights, x))
 
 
 def _ring_sum_backward(grid, residuals, cotangent):
-    weights, x = residuals
+    weights, x = unpack_residuals(residuals)
     rings = jnp.stack(_rings(grid, x, weights.shape[-1]), axis=-2)
     # Without the barrier XLA recomputes the rings for every weight.
     rings = jax.lax.optimization_barrier(rings)

@@ -9,6 +9,7 @@ outputs depend on offsets only: both accuracies are equal but for rounding.
 
 Recipe, all of it ours: 3 layers of dim 48 with 3 heads, 2,000 steps of 32 of the 4,500
 training sets, AdamW with learning rate 2e-3, cosine schedule, 100 warmup steps.
+Test accuracy of ``softmax``, one seed: 95.3%, and 95.3% shifted.
 
 A run of seconds:
 

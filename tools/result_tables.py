@@ -269,6 +269,56 @@ def speed_steps() -> str:
     return markdown_table(header, rows)
 
 
+def places() -> str:
+    """Returns the accuracies of ViTs that were trained on digits at several places."""
+    titles = {
+        "static_static": "static → static",
+        "static_dynamic": "static → dynamic",
+        "once_dynamic": "once → dynamic",
+        "dynamic_dynamic": "dynamic → dynamic",
+    }
+    found: dict[str, dict[str, str]] = {}
+    for row in [*_rows("translution_mnist.json"), *_rows("translution_places.json")]:
+        # Those of the same recipe.
+        if all(each["results"][0]["step"] == 5154 for each in row["runs"].values()):
+            cells = found.setdefault(row["name"].removeprefix("a12_"), {})
+            for name in titles.keys() & row["columns"].keys():
+                cells[name] = f"{row['columns'][name]['mean']:.1f}"
+    rows = [
+        [_LABELS.get(name, f"`{name}`"), *(cells.get(key, MISSING) for key in titles)]
+        for name, cells in found.items()
+    ]
+    return markdown_table(["model", *titles.values()], rows)
+
+
+def fourier() -> str:
+    """Returns the accuracies of Fourier values, and what a step of them costs."""
+    file = RESULTS / "translution_fourier.json"
+    trained, timed = read_json(file, allow_nan=True)
+    memory = read_json(RESULTS / "translution_fourier_memory.json", allow_nan=True)
+    speeds = {row["name"]: row["runs"]["static"]["results"][0] for row in timed["rows"]}
+    batch_size = memory["self_attention"]["batch_size"]
+    rows = []
+    for row in trained["rows"]:
+        name, columns = row["name"], row["columns"]
+        (sizes,) = memory[name]["bytes_per_device"]
+        step = 1000 * batch_size / speeds[name]["examples_per_second"]
+        rows.append(
+            [
+                _LABELS.get(name, f"`{name}`"),
+                f"{columns['parameters']['mean']:.2f}M",
+                f"{step:,.0f} ms",
+                f"{sizes['total'] / 1e9:.2f} GB",
+                *(
+                    f"{columns[f'static_{evaluated}']['mean']:.1f}"
+                    for evaluated in ("static", "dynamic")
+                ),
+            ]
+        )
+    titles = ["step", "memory", "static → static", "static → dynamic"]
+    return markdown_table(["model", "parameters", *titles], rows)
+
+
 def mesh_memory() -> str:
     """Returns what each device of a mesh holds."""
     file = RESULTS / "translution_mesh_memory.json"
@@ -450,6 +500,8 @@ TABLES: dict[str, Callable[[], str]] = {
             "dynamic_dynamic": "dynamic → dynamic",
         },
     ),
+    "translution_places": places,
+    "translution_fourier": fourier,
     "translution_text": lambda: study(
         "translution_text_cpu.json", {"loss": "validation loss, nats per byte"}
     ),

@@ -98,6 +98,8 @@ def _places() -> Preset:
         "self_attention": "self_attention",
         "lor_translution": "lor_translution",
         "rope2d_mixed": "self_attention,position=rope2d_mixed",
+        "fourier_values_2": "self_attention,position=rope2d_mixed + "
+        "fourier_values(num_frequencies=2)",
         "relative_bias": "relative_bias",
         "translution": "translution",
     }

@@ -397,7 +397,8 @@ def class_names(settings: Settings, num_classes: int) -> list[str]:
     unnamed = [f"LABEL_{index}" for index in range(num_classes)]
     if not isinstance(names, list) or len(names) != num_classes or names == unnamed:
         return []
-    return names if all(isinstance(name, str) for name in names) else []
+    texts = [name for name in names if isinstance(name, str)]
+    return texts if len(texts) == len(names) else []
 
 
 def activation(name: str) -> str:

@@ -212,7 +212,7 @@ def test_attention_starts_as_without_the_encoding(attention, position):
 
     @quick_jit
     def outputs(encoding, variables, x):
-        initial = make().init(jax.random.key(0), GRID, 1)
+        initial = make().init(jax.random.key(0), GRID, 1, method="per_layer")
         positions = (layer(initial), layer(encoding), None)
         return [apply(variables, x, position=position) for position in positions]
 

@@ -271,24 +271,21 @@ def speed_steps() -> str:
 
 def places() -> str:
     """Returns the accuracies of ViTs that were trained on digits at several places."""
-    titles = {
-        "static_static": "static → static",
-        "static_dynamic": "static → dynamic",
-        "once_dynamic": "once → dynamic",
-        "dynamic_dynamic": "dynamic → dynamic",
-    }
+    names = ("static_static", "static_dynamic", "once_dynamic", "dynamic_dynamic")
     found: dict[str, dict[str, str]] = {}
     for row in [*_rows("translution_mnist.json"), *_rows("translution_places.json")]:
         # Those of the same recipe.
         if all(each["results"][0]["step"] == 5154 for each in row["runs"].values()):
-            cells = found.setdefault(row["name"].removeprefix("a12_"), {})
-            for name in titles.keys() & row["columns"].keys():
-                cells[name] = f"{row['columns'][name]['mean']:.1f}"
+            cells = found.setdefault(_label(row["name"]), {})
+            for name, value in row["columns"].items():
+                cells[name] = f"{value['mean']:.1f}"
     rows = [
-        [_LABELS.get(name, f"`{name}`"), *(cells.get(key, MISSING) for key in titles)]
-        for name, cells in found.items()
+        [label, *(cells.get(name, MISSING) for name in names)]
+        for label, cells in found.items()
     ]
-    return markdown_table(["model", *titles.values()], rows)
+    return markdown_table(
+        ["model", *(name.replace("_", " → ") for name in names)], rows
+    )
 
 
 def fourier() -> str:
@@ -305,7 +302,7 @@ def fourier() -> str:
         step = 1000 * batch_size / speeds[name]["examples_per_second"]
         rows.append(
             [
-                _LABELS.get(name, f"`{name}`"),
+                _label(name),
                 f"{columns['parameters']['mean']:.2f}M",
                 f"{step:,.0f} ms",
                 f"{sizes['total'] / 1e9:.2f} GB",

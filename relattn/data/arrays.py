@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -134,8 +135,8 @@ def read_class_names(arrays: Mapping[str, np.ndarray], file: Path) -> tuple[str,
         ValueError: If two classes have the same name.
     """
     names = tuple(map(str, np.ravel(arrays.get(CLASS_NAMES, ())).tolist()))
-    for index, name in enumerate(names):
-        if name in names[:index]:
+    for name, count in collections.Counter(names).items():
+        if count > 1:
             raise ValueError(
                 f"{CLASS_NAMES} in {file} has {shorten(name)} twice: give each class a "
                 "name of its own"

@@ -10,6 +10,7 @@ from studies.published import Entry, translution_entries
 
 _PLACEMENTS = {"static": "static", "dynamic": "dynamic"}
 _PLACES = {"once": "dynamic_once", "dynamic": "dynamic", "static": "static"}
+_WAVES = "fourier_values(num_frequencies={})"
 _VECTORS = "relative_key and relative_value in addition to learned ones"
 
 
@@ -99,7 +100,7 @@ def _places() -> Preset:
         "lor_translution": "lor_translution",
         "rope2d_mixed": "self_attention,position=rope2d_mixed",
         "fourier_values_2": "self_attention,position=rope2d_mixed + "
-        "fourier_values(num_frequencies=2)",
+        + _WAVES.format(2),
         "relative_bias": "relative_bias",
         "translution": "translution",
     }
@@ -134,7 +135,6 @@ def _places() -> Preset:
 
 def _fourier() -> Preset:
     """Makes the preset of Fourier values and scores, beside what they replace."""
-    waves = "fourier_values(num_frequencies={})"
     methods = {
         "self_attention": "self_attention",
         "rope2d_mixed": "self_attention,position=rope2d_mixed",
@@ -142,13 +142,13 @@ def _fourier() -> Preset:
         "fourier_scores": "self_attention,position=fourier_scores + fourier_values",
         **{
             f"fourier_values_{count}": "self_attention,position=rope2d_mixed + "
-            + waves.format(count)
+            + _WAVES.format(count)
             for count in (2, 4, 8, 16)
         },
         "favor": "favor,position=sincos_bias",
         **{
             f"favor_fourier_values_{count}": "favor,position=sincos_bias + "
-            + waves.format(count)
+            + _WAVES.format(count)
             for count in (2, 4, 8, 16)
         },
         "translution_clip_2": "translution,clip=2",
@@ -249,7 +249,7 @@ def _tinyshakespeare() -> Preset:
 
 def _long_text() -> Preset:
     """Makes the preset of Fourier values in causal linear attention, by context."""
-    values = "fourier_values(num_frequencies=8)"
+    values = _WAVES.format(8)
     methods = {
         "rope": "rope",
         "favor": "favor",
@@ -259,7 +259,8 @@ def _long_text() -> Preset:
         "lor_translution": "lor_translution",
         "translution": "translution",
     }
-    # Tables of 4,096 offsets have 67 million parameters in each of 6 projections.
+    # Translution's tables of 4,096 offsets have 67 million parameters each, and
+    # LoR-Translution projects each of 8 million pairs.
     short = ("lor_translution", "translution")
     contexts = ("160", "1024", "4096")
     return Preset(

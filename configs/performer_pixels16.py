@@ -10,7 +10,9 @@ shift. Every pixel is a token, so that every shift of an image is one by whole t
 
 ``redraw=20``, as in ``configs/performer_pixels16.py:constrained_sincos,redraw=20``,
 draws the random features every 20 steps; by default they are drawn once. ``cosine``
-lets the learning rate decay to zero; by default it is constant.
+lets the learning rate decay to zero; by default it is constant. ``torus`` makes the
+image a torus, on which a circular shift moves all tokens; a variant with an absolute
+position refuses it.
 
 Recipe, all of it ours: 2 layers of dim 64 with 4 heads, no dropout, 2,990 steps of 16
 of the 55,000 training images, Adam with learning rate 1e-3, 100 warmup steps, clipping
@@ -20,7 +22,8 @@ is evaluated; with ``redraw=1`` it has never seen that draw. The set is prepared
 with ``python -m relattn.data.prepare --name=fashion_mnist``.
 
 ``python -m studies --preset=performer_pixels16`` trains them and measures what the
-interval of redraws does to consistency under shifts.
+interval of redraws does to consistency under shifts; ``--preset=performer_torus16``
+does so on the torus.
 """
 
 from ml_collections import ConfigDict
@@ -52,7 +55,7 @@ def get_config(arguments: str = "constrained_sincos") -> ConfigDict:
 
     Args:
         arguments: Name of a variant, by default ``constrained_sincos``; ``constant`` or
-            ``cosine``; and ``redraw=...``, separated by commas.
+            ``cosine``; ``torus``; and ``redraw=...``, separated by commas.
 
     Returns:
         The locked configuration.
@@ -63,7 +66,7 @@ def get_config(arguments: str = "constrained_sincos") -> ConfigDict:
     chosen, options = read_arguments(
         arguments,
         "configs/performer_pixels16.py",
-        {"variant": VARIANTS, "schedule": SCHEDULES},
+        {"variant": VARIANTS, "schedule": SCHEDULES, "grid": ("torus",)},
         options={"redraw": int},
     )
     config = default_config()
@@ -77,6 +80,8 @@ def get_config(arguments: str = "constrained_sincos") -> ConfigDict:
             **VARIANTS[chosen.get("variant", "constrained_sincos")],
         }
     )
+    if "grid" in chosen:
+        config.model.periodic = True
     config.data = image_options(
         name="fashion_mnist", source="tfds", image_size=16, num_validation=5000
     )

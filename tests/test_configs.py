@@ -48,7 +48,7 @@ CONFIGS += [
 ]
 CONFIGS += [("demo", variant) for variant in demo.VARIANTS]
 CONFIGS += [("performer_pixels16", v) for v in performer_pixels16.VARIANTS]
-CONFIGS += [("performer_pixels16", "cosine,redraw=20")]
+CONFIGS += [("performer_pixels16", "cosine,redraw=20,torus")]
 CONFIGS += [
     ("translution_vit", argument)
     for argument in [

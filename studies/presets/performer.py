@@ -162,6 +162,35 @@ def _pixels16() -> Preset:
     )
 
 
+def _torus16() -> Preset:
+    """Makes the preset of redraws on a torus, of the rows that depend on offsets."""
+    plane = _pixels16()
+    assert plane.redraws is not None
+    rows = [
+        Row(row.name, {"constant": f"{row.runs['constant']},torus"})
+        for row in plane.rows
+        if row.name not in ("learnable_sincos", "none", "invariant")
+    ]
+    redraws = dataclasses.replace(
+        plane.redraws,
+        exact=("softmax", "sincos_bias"),
+        shifts={**plane.redraws.shifts, "boundary": "circular"},
+        expected="On a torus, strategy 1 with softmax attention is invariant to "
+        "circular shifts, and so is its mean over all draws of the random features. "
+        f"{plane.redraws.expected}",
+    )
+    return dataclasses.replace(
+        plane,
+        title="Small Performers on the 256 pixels of Fashion-MNIST at 16x16, as tokens "
+        "on a torus, and under circular shifts of the test images by up to 4 pixels; "
+        "strategy 1 of Horn et al. with one draw of the random features (`drawn_once`) "
+        "and with redraws every 1 to 1,000 steps",
+        rows=rows,
+        columns=[each for each in plane.columns if each.trained != "cosine"],
+        redraws=redraws,
+    )
+
+
 def _accuracies(datasets: Sequence[str]) -> list[Column]:
     """Makes columns for the parameters and the test accuracy on each data set."""
     return [
@@ -242,4 +271,5 @@ PERFORMER_PRESETS = {
         "test images (Horn et al., authors' data)",
     ),
     "performer_pixels16": _pixels16(),
+    "performer_torus16": _torus16(),
 }

@@ -168,3 +168,17 @@ def test_runs_on_pixels_end_after_their_draw_was_trained():
     drawn = [models[name].to_dict() for name in study.intervals]
     assert all(model == drawn[0] for model in drawn)
     assert models["softmax"].position == models["drawn_once"].position
+
+
+def test_a_torus_changes_only_the_model_and_the_shifts():
+    plane, torus = PRESETS["performer_pixels16"], PRESETS["performer_torus16"]
+    rows = {row.name: row.runs for row in plane.rows}
+    assert torus.datasets == ["constant"]
+    names = {row.name for row in torus.rows}
+    assert {*torus.redraws.intervals, *torus.redraws.exact} < names
+    for row in torus.rows:
+        config = read_config(row.runs["constant"]).to_dict()
+        assert config["model"]["periodic"]
+        config["model"]["periodic"] = False
+        assert config == read_config(rows[row.name]["constant"]).to_dict()
+    assert torus.redraws.shifts == {**plane.redraws.shifts, "boundary": "circular"}

@@ -11,7 +11,8 @@ is GPT-A with 160 tokens of context; A, B or C, and any length. METHOD:
 ``no_position``, ``relative_key``, ``relative_value`` (both with learned token positions
 in addition, as the published parameter counts imply), ``relative_bias``,
 ``gated_positional``, ``rope`` (base 10,000, from the authors' code). Or ``favor``,
-linear attention with learned positions, which is not in the paper. Example:
+``relu`` or ``hedgehog``: linear attention with learned positions, which is not in the
+paper. Example:
 ``configs/translution_gpt.py:openwebtext,A-160,translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``relative=qk``, ``average=True``,

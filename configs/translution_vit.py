@@ -11,8 +11,8 @@ A, B or C, and any patch that divides the image. METHOD: ``self_attention``,
 ``relative_key``, ``relative_value`` (both with learned token positions in addition, as
 the published parameter counts imply), ``relative_bias``, ``gated_positional``, ``rope``
 (base 10,000, from the authors' code, which also adds learned positions; the formulas in
-the paper's appendix E have none). Or ``favor``, linear attention with learned
-positions, which is not in the paper. Example:
+the paper's appendix E have none). Or ``favor``, ``relu`` or ``hedgehog``: linear
+attention with learned positions, which is not in the paper. Example:
 ``configs/translution_vit.py:dynamic,A/12,lor_translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``absolute=True``, ``relative=qk``,
@@ -71,6 +71,8 @@ METHODS = {
     "gated_positional": ("gated_positional", "none"),
     "rope": ("softmax", "rope2d(base=10000.0)"),
     "favor": ("favor", "learned"),
+    "relu": ("relu", "learned"),
+    "hedgehog": ("hedgehog", "learned"),
     "lor_translution": ("lor_translution(rank=8)", "none"),
     "translution": ("translution", "none"),
 }

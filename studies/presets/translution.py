@@ -229,13 +229,30 @@ def _gpt(
 
 
 def _tinyshakespeare() -> Preset:
-    methods = ("self_attention", "rope", "lor_translution", "translution")
+    waves = {
+        f"rope_fourier_values_{count}": f"rope,position=rope1d + {_WAVES.format(count)}"
+        for count in (2, 4, 8)
+    }
+    methods = {
+        "self_attention": "self_attention",
+        "rope": "rope",
+        "lor_translution": "lor_translution",
+        "translution": "translution",
+        "rope_rotary_values": "rope,position=rope1d + rotary_values",
+        **waves,
+        "fourier_scores": "self_attention,position=fourier_scores + fourier_values",
+        "favor_rope": "favor,position=rope1d",
+        "favor_sincos_bias": "favor,position=sincos_bias",
+        "favor_rope_fourier_values": f"favor,position=rope1d + {_WAVES.format(8)}",
+        "relu_rope": "relu,position=rope1d",
+        "hedgehog_rope": "hedgehog,position=rope1d",
+    }
     return Preset(
         title="A small GPT on the bytes of tinyshakespeare: the best validation loss, "
         "in nats per byte, within equal steps",
         rows=[
-            Row(method, {"": f"configs/translution_gpt.py:{method},cpu"})
-            for method in methods
+            Row(name, {"": f"configs/translution_gpt.py:{method},cpu"})
+            for name, method in methods.items()
         ],
         columns=[
             PARAMS,

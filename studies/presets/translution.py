@@ -240,6 +240,8 @@ def _tinyshakespeare() -> Preset:
         "translution": "translution",
         "rope_rotary_values": "rope,position=rope1d + rotary_values",
         **waves,
+        "rope_fourier_values_rank_4": "rope,position=rope1d + "
+        "fourier_values(num_frequencies=8, rank=4)",
         "fourier_scores": "self_attention,position=fourier_scores + fourier_values",
         "favor_rope": "favor,position=rope1d",
         "favor_sincos_bias": "favor,position=sincos_bias",

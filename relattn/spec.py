@@ -14,6 +14,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
 from typing import Any
 
 from relattn.messages import check_choice, closest, shorten
@@ -22,6 +23,8 @@ from relattn.messages import check_choice, closest, shorten
 MAX_LENGTH = 500
 # The largest 64-bit integer.
 LARGEST = 2**63 - 1
+# What keeps a comma from separating.
+_OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 # The smallest and the largest normal float32; smaller numbers may become zero.
 SMALLEST, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 # Types that each name in an option's annotation, such as "int | None", accepts.
@@ -207,6 +210,35 @@ def read_option(where: str, value: Any, parameter: inspect.Parameter) -> Any:
     return float(value) if kind == "float" else value
 
 
+def split_commas(text: str) -> list[str]:
+    """Splits a text at its commas outside of brackets and quotes.
+
+    Args:
+        text: The parts; quotes around a whole part are left out.
+
+    Returns:
+        The parts, at least one.
+
+    Example:
+        >>> split_commas("favor(eps=0.1, norms='fixed'),softmax")
+        ["favor(eps=0.1, norms='fixed')", 'softmax']
+        >>> split_commas("'head, cls',head")
+        ['head, cls', 'head']
+    """
+    cuts, depth, quote = [-1], 0, ""
+    for index, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        elif character == "," and depth <= 0:
+            cuts.append(index)
+        else:
+            depth += (character in _OPENING) - (character in _CLOSING)
+    parts = [text[a + 1 : b].strip() for a, b in pairwise([*cuts, len(text)])]
+    return [re.sub(r"^(['\"])(.*)\1$", r"\2", part) for part in parts]
+
+
 def read_arguments(
     arguments: str,
     where: str,
@@ -219,7 +251,8 @@ def read_arguments(
 
     Args:
         arguments: Words and options, separated by commas, in any order, as in
-            ``--config=configs/x.py:A/12,rank=16``.
+            ``--config=configs/x.py:A/12,rank=16``. Commas in brackets or quotes belong
+            to a value.
         where: Path of the configuration file, for error messages.
         choices: Valid words of each setting; a word belongs to one setting only.
         patterns: Regular expressions for settings that accept more than their words.
@@ -238,10 +271,12 @@ def read_arguments(
         ...     {"data": ["static", "dynamic"], "size": ["A/7"]},
         ...     patterns={"size": r"[A-C]/[0-9]+"}, options={"rank": int})
         ({'size': 'A/12', 'data': 'dynamic'}, {'rank': 16})
+        >>> read_arguments("p=a(b=1, c=2)", "configs/x.py", {}, options={"p": str})
+        ({}, {'p': 'a(b=1, c=2)'})
     """
     patterns, options = patterns or {}, options or {}
     chosen, values = {}, {}
-    for argument in filter(None, arguments.split(",")):
+    for argument in filter(None, split_commas(arguments)):
         key, equals, value = argument.partition("=")
         # An option.
         if equals:

@@ -22,6 +22,7 @@ import numpy as np
 from relattn import command
 from relattn.files import replace_file
 from relattn.markdown import markdown_table
+from relattn.spec import split_commas
 from relattn.training.config import check_config
 from relattn.training.config_file import read_config
 from relattn.training.metrics import BEST_METRICS, METRICS, format_value, title
@@ -29,8 +30,6 @@ from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder, write_json
 from studies.launcher import Training, train
 from studies.report import last_line
-
-_OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
 
 def run_sweep(
@@ -133,7 +132,7 @@ def split_grid(
     grid, fixed = {}, []
     for option in overrides:
         name, equals, text = option.partition("=")
-        values = split_values(text)
+        values = split_commas(text)
         if len(values) == 1:
             fixed.append(f"{name}={values[0]}" if equals else option)
             continue
@@ -146,36 +145,6 @@ def split_grid(
             "--config.optimizer.learning_rate=1e-4,3e-4"
         )
     return grid, fixed
-
-
-def split_values(text: str) -> list[str]:
-    """Splits a text at its commas outside of brackets and quotes.
-
-    Args:
-        text: The values; quotes around a whole value are left out.
-
-    Returns:
-        The values, at least one.
-
-    Example:
-        >>> split_values("favor(eps=0.1, norms='fixed'),softmax")
-        ["favor(eps=0.1, norms='fixed')", 'softmax']
-        >>> split_values("'head, cls',head")
-        ['head, cls', 'head']
-    """
-    values, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in _QUOTES:
-            quote = character
-        else:
-            depth += (character in _OPENING) - (character in _CLOSING)
-        if character == "," and not quote and depth <= 0:
-            values.append("")
-        else:
-            values[-1] += character
-    return [re.sub(r"^(['\"])(.*)\1$", r"\2", value.strip()) for value in values]
 
 
 def folder_name(label: str, index: int) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -26,6 +28,9 @@ class Torus(tuple):
     axis. A table has the rows of the offsets 0 .. size - 1 modulo size, in row-major
     order.
 
+    It copies like a named tuple, because Flax and JAX make plain tuples of all others:
+    as an attribute of a Flax module a torus would become a plain grid.
+
     Example:
         >>> Torus((3, 4)), num_offsets(Torus((3, 4)))
         (Torus((3, 4)), 12)
@@ -34,6 +39,24 @@ class Torus(tuple):
     """
 
     __slots__ = ()
+
+    def __new__(cls, *sizes: Any, **named: Any) -> Torus:
+        """Takes a tuple of the sizes, or the sizes themselves, as a named tuple."""
+        one = sizes[0] if len(sizes) == 1 else None
+        # A traced size has an iterator, but no axes.
+        if isinstance(one, Iterable) and getattr(one, "ndim", 1):
+            sizes = tuple(one)
+        return super().__new__(cls, sizes or named.values())
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        return tuple(f"axis_{axis}" for axis in range(len(self)))
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the size of an axis by its name in ``_fields``."""
+        if name not in self._fields:
+            raise AttributeError(f"{self!r} has no attribute {name!r}")
+        return self[self._fields.index(name)]
 
     def __eq__(self, other: object) -> bool:
         """Returns False for a plain grid of the same size."""

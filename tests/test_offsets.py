@@ -1,7 +1,11 @@
 """Tests grids, offsets and distances."""
 
+import copy
 import itertools
+import pickle
 
+import flax.linen as nn
+import jax
 import numpy as np
 import pytest
 
@@ -120,6 +124,31 @@ def test_offset_on_a_torus_is_the_shortest():
     )
     assert offsets.max_distance(torus) == np.abs(table).sum(-1).max()
     assert offsets.max_distance((4, 5)) == np.abs(offsets.offsets((4, 5))).sum(-1).max()
+
+
+class _Holder(nn.Module):
+    grid: tuple
+    others: dict
+
+    def setup(self):
+        self.line = [Torus((self.grid[1],))]
+
+    def __call__(self):
+        return self.grid, self.others["a"], self.line[0]
+
+
+def test_torus_stays_one_in_flax_modules_and_trees():
+    torus, line = Torus((3, 4)), Torus((4,))
+    holder = _Holder(torus, {"a": torus}).clone()
+    assert holder.apply({}) == (torus, torus, line)
+    for make in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        assert make(torus) == torus and make(line) == line
+    assert jax.tree.map(lambda size: size + 1, torus) == Torus((4, 5))
+    assert Torus(np.array([3, 4])) == Torus([3, 4]) == torus
+    with pytest.raises(
+        AttributeError, match=r"Torus\(\(4,\)\) has no attribute 'axis_1'"
+    ):
+        line.axis_1  # noqa: B018
 
 
 def test_causal_table_needs_line_without_prefix():

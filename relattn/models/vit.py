@@ -347,8 +347,13 @@ class ViT(nn.Module):
             )
             return pool(x[:, start:], key_mask=key_mask)
         x = x.astype(jnp.float32)
-        exists = None if key_mask is None else key_mask[..., None]
-        mean = jnp.mean(x[:, start:], axis=1, where=exists)
+        patches = x[:, start:]
+        if key_mask is None:
+            mean = patches.mean(axis=1)
+        else:
+            # Zeros for an image without patches, as those that fill a batch.
+            count = jnp.maximum(key_mask.sum(axis=1, keepdims=True), 1)
+            mean = jnp.sum(patches, axis=1, where=key_mask[..., None]) / count
         if self.pool == "cls_mean":
             return jnp.concatenate([x[:, 0], mean], axis=-1)
         return mean

@@ -325,3 +325,21 @@ def test_masked_patches_have_no_effect(pool, attention):
     every = np.ones_like(key_mask)
     out = apply(variables, images, key_mask=every)
     np.testing.assert_allclose(out, unmasked, rtol=1e-5, atol=1e-6)
+
+
+def test_image_without_patches_has_finite_logits_and_gradients():
+    """Such images fill a batch; their logits do not count, but NaN would."""
+    model, variables, images = make(pool="mean")
+    images = jnp.asarray(images)
+    key_mask = np.ones((3, 6), bool)
+    key_mask[1] = False
+
+    def loss(params):
+        logits = model.apply({"params": params}, images, key_mask=jnp.array(key_mask))
+        return (logits * np.array([[1], [0], [1]])).sum(), logits
+
+    gradients, logits = jax.grad(loss, has_aux=True)(variables["params"])
+    assert np.isfinite(logits).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    others = model.apply(variables, images[::2])
+    np.testing.assert_allclose(logits[::2], others, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import at_most, bound_hint
+from relattn.nn.attention import check_index
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
@@ -151,7 +152,8 @@ class GPT(nn.Module):
             last token, shape ``[batch, 1, vocab_size]``.
 
         Raises:
-            ValueError: If the sequence is longer than ``context_length``.
+            ValueError: If the sequence is longer than ``context_length``, or ``index``
+                no position in it.
         """
         attentions, make_position = layer_attentions(
             self.attention,
@@ -180,6 +182,8 @@ class GPT(nn.Module):
             dtype=self.dtype,
             name="embedding",
         )
+        if index is not None:
+            check_index(index, num_tokens, (length,))
         if key_mask is not None:
             # Ids of padding may be out of range, whose embeddings are NaN.
             tokens = jnp.where(key_mask, tokens, 0)

@@ -288,7 +288,7 @@ class MultiHeadAttention(nn.Module):
                 f"causal={self.causal} and {' and '.join(given) or 'neither'}"
             )
         if index is not None:
-            _check_index(index, x.shape[-2], grid)
+            check_index(index, x.shape[-2], grid)
         if isinstance(grid, offsets.Torus) and (self.causal or not self.periodic):
             raise ValueError(
                 f"attention {type(self).__name__} with these options cannot be "
@@ -494,15 +494,32 @@ class MultiHeadAttention(nn.Module):
         }
 
 
-def _check_index(index, n, grid):
-    """Checks a position in decoding, if its value is known.
+def check_index(index: Any, num_tokens: Any, grid: offsets.Grid | None) -> None:
+    """Checks a position in decoding, and, if it is known, its value.
 
     Past the cache's end the update would overwrite the last row.
+
+    Args:
+        index: The position of the last token.
+        num_tokens: Number of tokens in the call.
+        grid: Length of the cache, or None.
+
+    Raises:
+        ValueError: If the position is no single number, or out of range.
+
+    Example:
+        >>> check_index(6, 1, (7,))
     """
+    if np.ndim(index):
+        raise ValueError(
+            f"index has shape {np.shape(index)}, but is one position for all examples "
+            "of the batch: for others, use jax.vmap over examples"
+        )
     if isinstance(index, Tracer):
         return
-    length = n if n > 1 or grid is None else math.prod(grid)
-    if not np.all((np.asarray(index) >= 0) & (np.asarray(index) < length)):
+    single = num_tokens == 1 and grid is not None
+    length = math.prod(grid) if single else num_tokens
+    if not 0 <= int(index) < length:
         raise ValueError(
             f"index={index} must be the position of the last token, 0 .. {length - 1}: "
             "several tokens are the whole sequence from position 0, and one token "

@@ -10,7 +10,7 @@ import pytest
 
 from relattn import kernels
 from relattn.kernels import redraw
-from relattn.nn.attention import Context, SoftmaxAttention
+from relattn.nn.attention import Context, SoftmaxAttention, check_index
 from relattn.nn.linear_attention import FavorAttention
 from relattn.nn.positions.relative import RelativeTables
 from relattn.nn.registry import POSITIONS, build
@@ -619,6 +619,14 @@ def test_decoding_outside_of_the_cache_or_the_prompt_raises(n, index):
     x = jax.device_put(x[:, :n])
     with pytest.raises(ValueError, match="must be the position of the last token, 0"):
         module.apply(variables, x, grid=(N,), index=index, mutable=["cache"])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_decoding_at_several_positions_raises(n):
+    check = functools.partial(check_index, num_tokens=n, grid=(N,))
+    for call in (check, functools.partial(jax.eval_shape, check)):
+        with pytest.raises(ValueError, match=r"index has shape \(2,\), but is one"):
+            call(jnp.array([0, 1]))
 
 
 def test_vectors_are_cast_and_biases_stay_float32():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -51,7 +51,7 @@ def make_preprocess(
         Array([1.], dtype=float32)
     """
     if info.kind != "images":
-        return lambda batch: batch[info.kind]
+        return lambda batch: _inputs(batch, info.kind)
     check_statistics(config, info)
     statistics = {}
     if config.get("standardize", False):
@@ -66,7 +66,8 @@ def make_preprocess(
     stored = stored_shape(config, info)
 
     def preprocess_batch(batch: dict[str, Any]) -> Array:
-        shape = batch["image"].shape
+        images = _inputs(batch, "image")
+        shape = images.shape
         if shape[1:] != stored:
             raise ValueError(
                 f"images have shape {list(shape)}, but the model was trained on "
@@ -74,13 +75,24 @@ def make_preprocess(
                 "`run.predict` and `Pretrained.preprocess` do"
             )
         if "draws" not in batch:
-            return function(batch["image"])
+            return function(images)
         change = functools.partial(
             augment, draws=batch["draws"], augmentation=config.augment
         )
-        return function(batch["image"], change=change)
+        return function(images, change=change)
 
     return preprocess_batch
+
+
+def _inputs(batch: Mapping[str, Any], name: str) -> Array:
+    """Returns the inputs of a batch; raises ValueError if it is of another kind."""
+    if name not in batch:
+        raise ValueError(
+            f"the model reads {name!r} of a batch, which has only "
+            f"{', '.join(map(repr, sorted(batch)))}: give data of the kind that it was "
+            "trained on"
+        )
+    return batch[name]
 
 
 def channel_mean_std(

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from relattn.data import DataInfo, read_info
+from relattn.data import DataInfo, PointInfo, read_info
 from relattn.training.checkpoint import (
     CHECKPOINTS,
     checkpoint_steps,
@@ -60,17 +60,17 @@ def check_fits(trained: DataInfo, data: DataInfo, where: Path) -> None:
 
     Raises:
         CheckpointError: If the labels differ, see `check_labels`.
-        ValueError: If images have another number of channels.
+        ValueError: If the data are of another kind, or have another number of channels
+            or axes.
     """
+    if trained.kind != data.kind:
+        raise ValueError(
+            f"{where} was trained on {trained.kind}, but {data.name} has {data.kind}: "
+            "use data of the same kind"
+        )
     check_labels(trained, data, where)
     if trained.kind == "points" and data.kind == "points":
-        (_, *needed), (_, *given) = trained.point_shape, data.point_shape
-        if needed != given:
-            raise ValueError(
-                f"{where} was trained on points of {needed[0]} axes and {needed[1]} "
-                f"channels, but those of {data.name} have {given[0]} and {given[1]}: "
-                "use the data that it was trained on"
-            )
+        check_columns(trained, data.point_shape, data.name, where)
     if trained.kind != "images" or data.kind != "images":
         return
     channels, given = trained.image_shape[-1], data.image_shape[-1]
@@ -78,6 +78,29 @@ def check_fits(trained: DataInfo, data: DataInfo, where: Path) -> None:
         raise ValueError(
             f"{where} was trained on images of {channels} channels, but those of "
             f"{data.name} have {given}: use the data that it was trained on"
+        )
+
+
+def check_columns(
+    trained: PointInfo, point_shape: Sequence[int], name: str, where: Path
+) -> None:
+    """Checks that points have the axes and channels that a model was trained on.
+
+    Args:
+        trained: The description of the training data.
+        point_shape: Number of points, of axes and of channels of the data to use.
+        name: Name of these data, for the message.
+        where: The model's run, for the message.
+
+    Raises:
+        ValueError: If they have others, even where the sum is the same.
+    """
+    (_, *needed), (_, *given) = trained.point_shape, point_shape
+    if needed != given:
+        raise ValueError(
+            f"{where} was trained on points of {needed[0]} axes and {needed[1]} "
+            f"channels, but those of {name} have {given[0]} and {given[1]}: use the "
+            "data that it was trained on"
         )
 
 

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from relattn import data as data_lib
 from relattn import models
-from relattn.data import DataInfo, DataSource, EvalSplit
+from relattn.data import DataInfo, DataSource, EvalSplit, PointSplit
 from relattn.files import expand, hide_all_folders, hide_folders
 from relattn.messages import check_choice
 from relattn.models import pretrained
@@ -33,7 +33,7 @@ from relattn.training.given_data import require_data
 from relattn.training.metrics import metrics_of
 from relattn.training.parallel import Device
 from relattn.training.predict import Predictions
-from relattn.training.resume import check_fits
+from relattn.training.resume import check_columns, check_fits
 from relattn.training.step import (
     Batch,
     average_draws,
@@ -455,12 +455,14 @@ def evaluate(
         Loss and accuracy, see `relattn.training.evaluator.Evaluator`.
 
     Raises:
-        ValueError: If the split is empty, or the model has no random features of which
-            to average several draws.
+        ValueError: If the split is empty or of another kind than the training data, or
+            the model has no random features of which to average several draws.
         CheckpointError: If the labels of ``info`` are not those that the run predicts.
     """
     if info is not None:
         check_fits(run.data, info, run.workdir)
+    elif run.data.kind == "points" and isinstance(split, PointSplit):
+        check_columns(run.data, split.point_shape, "the split", run.workdir)
     draws = run._num_draws(draws)
     devices = devices or jax.devices()
     model_axis = math.gcd(run.config.model_axis, len(devices))

@@ -151,6 +151,23 @@ def test_what_a_run_on_points_cannot_do_is_said(finished, capsys):
         run.features(make_data().test.points)
     with pytest.raises(ValueError, match="trained on points, not on text"):
         run.generate("a")
+    images = data_lib.ImageData.from_arrays(
+        "images",
+        np.zeros((9, 4, 4, 1), np.uint8),
+        np.arange(9) % 3,
+        class_names="abc",
+        num_validation=3,
+    )
+    with pytest.raises(ValueError, match="on points, but images has images"):
+        run.evaluate(images)
+    with pytest.raises(ValueError, match="the model reads 'points' of a batch, which"):
+        run.evaluate(images.test)
+    # As many columns as in training.
+    split = data_lib.PointSplit.from_arrays(
+        np.zeros((3, 5, 4)), np.arange(3), np.zeros((3, 5, 1))
+    )
+    with pytest.raises(ValueError, match="points of 3 axes and 2 channels, but those"):
+        run.evaluate(split)
     for options in ({}, {"num_images": 5}):
         with pytest.raises(ValueError, match="on points, which a report cannot draw"):
             report(run, **options)

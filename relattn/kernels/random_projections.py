@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 NORMS = ("chi", "fixed")
+# Without a template, Orbax and Flax restore dicts of arrays.
+RESTORE = "restore a checkpoint with the variables of `model.init` as its template"
 
 
 @jax.tree_util.register_dataclass
@@ -229,6 +231,9 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
     Returns:
         The collection, with the same structure, shapes and dtypes.
 
+    Raises:
+        ValueError: If it has leaves, but no `RandomFeatures`.
+
     Example:
         >>> key = jax.random.key(0)
         >>> first = draw_random_features(key, layer=0, num_features=5, head_dim=3)
@@ -252,9 +257,15 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
         projection = projection.reshape(old.shape).astype(old.dtype)
         return dataclasses.replace(leaf, projection=projection)
 
-    return jax.tree.map(
-        draw, collection, is_leaf=lambda leaf: isinstance(leaf, RandomFeatures)
+    leaves, treedef = jax.tree.flatten(
+        collection, is_leaf=lambda leaf: isinstance(leaf, RandomFeatures)
     )
+    if leaves and not any(isinstance(leaf, RandomFeatures) for leaf in leaves):
+        raise ValueError(
+            "the collection has no RandomFeatures to redraw: give "
+            f"variables['random_features'], and {RESTORE}"
+        )
+    return jax.tree.unflatten(treedef, map(draw, leaves))
 
 
 def draw_constant(draw: Callable[[Key[Array, ""]], Any]) -> Any:

@@ -246,7 +246,7 @@ class RandomFeatureAttention(LinearAttention):
 
         Raises:
             ValueError: If weights would underflow: causal positive features with
-                head_dim > 224.
+                head_dim > 224; or if the variable is no `RandomFeatures`.
         """
         wide = head_dim > _MAX_CAUSAL_HEAD_DIM
         if wide and self.causal and self.features == "positive":
@@ -270,6 +270,11 @@ class RandomFeatureAttention(LinearAttention):
 
         name = f"projection_{group}" if group else "projection"
         drawn = self.variable("random_features", name, draw).value
+        if not isinstance(drawn, random_projections.RandomFeatures):
+            raise ValueError(
+                f"the random features are a {type(drawn).__name__}, expected "
+                f"RandomFeatures: {random_projections.RESTORE}"
+            )
         options = {} if self.eps is None else {"eps": self.eps}
         return functools.partial(
             FEATURE_MAPS[self.features], projection=drawn.projection, **options

@@ -209,6 +209,12 @@ def test_a_stack_gets_what_its_layers_get_alone(stack):
         np.testing.assert_array_equal(found.projection, expected)
 
 
+def test_nothing_to_redraw_raises():
+    assert random_projections.redraw({}, KEY, 1) == {}
+    with pytest.raises(ValueError, match="has no RandomFeatures to redraw: give"):
+        random_projections.redraw({"projection": jnp.ones((7, 5))}, KEY, 1)
+
+
 def test_redraw_in_compiled_step_keeps_shapes_and_dtypes():
     features = dataclasses.replace(
         draw(2), projection=draw(2).projection.astype(jnp.bfloat16)

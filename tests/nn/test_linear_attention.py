@@ -97,6 +97,15 @@ def test_random_features_survive_serialization_by_flax():
         assert not ours.any() or np.any(np.asarray(before) != ours)
 
 
+def test_random_features_restored_without_a_template_raise():
+    make, _ = build("favor", "none", dim=DIM, num_heads=HEADS, num_layers=1)
+    x = jax.ShapeDtypeStruct((1, N, DIM), jnp.float32)
+    variables = jax.eval_shape(make(layer=0).init, jax.random.key(0), x)
+    state = flax.serialization.to_state_dict(variables)
+    with pytest.raises(ValueError, match="are a dict, expected RandomFeatures: rest"):
+        jax.eval_shape(make(layer=0).apply, state, x)
+
+
 def test_default_num_features_is_d_ln_d_and_layers_are_scannable():
     make, _ = build("relu", "none", dim=32, num_heads=2, num_layers=1)
     x = np.ones((1, N, 32), np.float32)

@@ -65,7 +65,7 @@ def make_preprocess(
     )
     stored = stored_shape(config, info)
 
-    def preprocess_batch(batch: dict[str, Any]) -> Array:
+    def preprocess_batch(batch: Any) -> Array:
         images = _inputs(batch, "image")
         shape = images.shape
         if shape[1:] != stored:
@@ -84,8 +84,12 @@ def make_preprocess(
     return preprocess_batch
 
 
-def _inputs(batch: Mapping[str, Any], name: str) -> Array:
-    """Returns the inputs of a batch; raises ValueError if it is of another kind."""
+def _inputs(batch: Any, name: str) -> Any:
+    """Returns the inputs of a batch; raises ValueError if it has none."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"preprocess takes a batch, {{{name!r}: array}}, got {shorten(batch)}"
+        )
     if name not in batch:
         raise ValueError(
             f"the model reads {name!r} of a batch, which has only "

@@ -58,6 +58,11 @@ class Pretrained:
     config: dict[str, Any]
     folder: Path | None = None
 
+    def __repr__(self) -> str:
+        """Returns a line, without the arrays of the variables."""
+        folder = None if self.folder is None else str(self.folder)
+        return f"Pretrained({type(self.model).__name__}, {folder!r})"
+
     def preprocess(self, images: Any) -> Float32[Array, "n size size channels"]:
         """Converts images to the model's inputs, as the run's evaluation does.
 

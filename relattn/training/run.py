@@ -77,6 +77,13 @@ class Run:
     checkpoint: str
     given: bool = False
 
+    def __repr__(self) -> str:
+        """Returns a line, without the arrays of the variables."""
+        model = type(self.model).__name__
+        return (
+            f"Run({str(self.workdir)!r}, {model}, step {self.step}, {self.data.name})"
+        )
+
     @functools.cached_property
     def _logits(self) -> Callable[[jax.Array], jax.Array]:
         """Maps inputs of the model to logits; compiled once for each batch size."""

@@ -49,6 +49,15 @@ def test_standardize_is_an_option(keys, mean, std):
     chex.assert_trees_all_close(result, (IMAGES / 255 - mean) / std, atol=1e-5)
 
 
+def test_what_is_no_batch_of_images_is_refused():
+    info = ImageInfo("grey", ("a", "b"), (28, 28, 1), (0.3,), (0.2,), 7, "")
+    preprocess_batch = make_preprocess(ConfigDict(), info)
+    with pytest.raises(ValueError, match=r"takes a batch, {'image': array}, got array"):
+        preprocess_batch(IMAGES)
+    with pytest.raises(ValueError, match="reads 'image' of a batch, which has only 'l"):
+        preprocess_batch({"label": np.zeros(3)})
+
+
 def test_change_is_applied_before_resize_and_standardisation():
     def change(images):
         return jnp.roll(images, 3, axis=2) ** 2

@@ -51,6 +51,7 @@ def test_logits_equal_pytorch(name, tmp_path):
         (tmp_path / "config.json").write_text(changed)
         write_manifest(tmp_path, ["config.json", "model.safetensors"])
     loaded = relattn.load_pretrained(tmp_path)
+    assert repr(loaded) == f"Pretrained({type(loaded.model).__name__}, '{tmp_path}')"
     expected = read_safetensors(FIXTURES / name / "expected.safetensors")
     logits = quick_jit(loaded.model.apply)(loaded.variables, expected["inputs"])
     assert_logits_equal(logits, expected["logits"])

@@ -211,6 +211,8 @@ def test_predict_refuses_other_values_and_channels(workdir, images, message):
 
 def test_a_run_evaluates_its_own_data_and_other_data(workdir):
     run = training.load_run(workdir)
+    kind = type(run.model).__name__
+    assert repr(run) == f"Run('{workdir}', {kind}, step {run.step}, {run.data.name})"
     data = make_data()
     expected = training.evaluate(run, data.test)
     assert run.evaluate() == run.evaluate(data) == run.evaluate(data.test) == expected

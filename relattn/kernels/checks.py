@@ -177,6 +177,14 @@ def finite_masked(
     return jnp.where(mask[..., None] | jnp.isfinite(x), x, 0)
 
 
+@check_arguments
+def finite_tokens(
+    x: Float[Array, "*batch n width"], key_mask: Bool[Array, "*batch n"] | None
+) -> Float[Array, "*batch n width"]:
+    """Checks a mask of a layer's tokens; see `finite_masked`."""
+    return finite_masked(x, key_mask)
+
+
 def zero_prefix(
     x: Float[Array, "*batch n width"], num_prefix: int
 ) -> Float[Array, "*batch n width"]:

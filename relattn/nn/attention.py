@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
 from relattn.kernels import relative, softmax
-from relattn.kernels.checks import finite_masked
+from relattn.kernels.checks import finite_tokens
 from relattn.nn.blocks import Linear, default_head_dim
 
 # The collection of `MultiHeadAttention.sow_weights`.
@@ -295,6 +295,11 @@ class MultiHeadAttention(nn.Module):
                 "periodic: choose another, such as 'softmax' or 'favor', or "
                 "periodic=False"
             )
+        if isinstance(position, list | tuple):
+            raise ValueError(
+                "position has the encodings of all layers: give that of this layer, "
+                "an entry of `Position.per_layer`"
+            )
         if memory is not None and (
             self.causal or not self.has_cross_form or position is not None
         ):
@@ -310,12 +315,14 @@ class MultiHeadAttention(nn.Module):
                 "attention without an offset bias"
             )
         if memory is None:
-            x = finite_masked(x, key_mask)
+            x = finite_tokens(x, key_mask)
         else:
-            memory = finite_masked(memory, key_mask)
-        # An axis for the heads.
-        key_mask = None if key_mask is None else key_mask[:, None]
-        segment_ids = None if segment_ids is None else segment_ids[:, None]
+            memory = finite_tokens(memory, key_mask)
+        # An axis for the heads, also of a mask without a batch.
+        key_mask, segment_ids = (
+            None if mask is None else jnp.atleast_2d(mask)[:, None]
+            for mask in (key_mask, segment_ids)
+        )
         if position is not None and self.causal:
             one = index is not None and x.shape[-2] == 1
             position = position.slice(index if one else 0, x.shape[-2])

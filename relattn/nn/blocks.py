@@ -18,7 +18,7 @@ from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
-from relattn.kernels.checks import finite_masked
+from relattn.kernels.checks import finite_tokens
 from relattn.kernels.platform import platform_defaults
 from relattn.messages import check_choice
 
@@ -379,7 +379,7 @@ class TransformerBlock(nn.Module):
         ``drop_path`` is the rate of `DropPath` on both branches; the other arguments
         are those of `MultiHeadAttention.__call__`.
         """
-        x = finite_masked(x, key_mask)
+        x = finite_tokens(x, key_mask)
         norm = make_norm(self.norm_type, self.norm_eps, self.dtype)
         # y = attention(norm(x))
         y = self.attention(name="attention", dtype=self.dtype)(

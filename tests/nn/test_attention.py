@@ -10,6 +10,7 @@ import pytest
 
 from relattn import kernels
 from relattn.kernels import redraw
+from relattn.kernels.checks import finite_tokens
 from relattn.nn.attention import Context, SoftmaxAttention, check_index
 from relattn.nn.linear_attention import FavorAttention
 from relattn.nn.positions.relative import RelativeTables
@@ -619,6 +620,26 @@ def test_decoding_outside_of_the_cache_or_the_prompt_raises(n, index):
     x = jax.device_put(x[:, :n])
     with pytest.raises(ValueError, match="must be the position of the last token, 0"):
         module.apply(variables, x, grid=(N,), index=index, mutable=["cache"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((2, 1, 1, N), bool, r"expected \(7,\) or \(2, 7\)"),
+        ((2, N - 1), bool, r"must have the same n, got shapes"),
+        ((2, N), float, r"key_mask must be boolean, True where attention is allowed"),
+    ],
+)
+def test_masks_of_other_shapes_raise(shape, dtype, message):
+    """Flax's masks, with axes of heads and queries, would broadcast."""
+    with pytest.raises(ValueError, match=message):
+        finite_tokens(normal(1, 2, N, DIM), jnp.ones(shape, dtype))
+
+
+def test_positions_of_all_layers_raise():
+    module, variables, x, encoding = causal_layer("softmax", "rope1d")
+    with pytest.raises(ValueError, match="encodings of all layers: give that of this"):
+        module.apply(variables, jnp.asarray(x), position=[encoding], grid=(N,))
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -54,12 +54,12 @@ class FourierLayer(LayerPosition):
     mask: Float[Array, "n waves 2"] | None
 
     def project(
-        self, x: Float[Array, "batch n dim"], like: Array
-    ) -> Float[Array, "batch heads n waves 2 width"]:
+        self, x: Float[Array, "*batch n dim"], like: Array
+    ) -> Float[Array, "*batch heads n waves 2 width"]:
         """Returns x A and x B, in the dtype of ``like``."""
         dtype = like.dtype
         kernel = self.kernel.astype(dtype)
-        projections = jnp.einsum("bnc,chwtd->bhnwtd", x.astype(dtype), kernel)
+        projections = jnp.einsum("...nc,chwtd->...hnwtd", x.astype(dtype), kernel)
         if self.mask is None:
             return projections
         return projections * self.mask[..., None].astype(dtype)

@@ -153,7 +153,7 @@ def banded_attention(
     num_tokens = math.prod(grid)
     correction = correction.reshape(*v.shape[:-2], num_tokens, v.shape[-1])
     numerator = correction + far * total
-    # sum_d weight_d (number of keys at d), and the same of magnitudes, for the guard.
+    # sum_d weight_d (number of keys at d), and the same with magnitudes, for the guard.
     denominator = (weights * counts).sum(axis=-1, keepdims=True)
     if magnitudes is not None:
         magnitudes = (magnitudes * counts).sum(axis=-1, keepdims=True)
@@ -345,7 +345,7 @@ def _grow_rings(rings, axis):
 
 
 def _meeting_rings(grid, x, num):
-    """Same as `_rings` on a torus, where distances go the shortest way round.
+    """Does what `_rings` does on a torus, where distances go the shortest way round.
 
     ring_d[r] = sum_s over the two rows s away (one if 2 s = height) of pair_{d-s}.
     """
@@ -371,7 +371,7 @@ def _meeting_rings(grid, x, num):
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
 def _meeting_ring_sum(grid, weights, x):
-    """Same as `_ring_sum`, of `_meeting_rings`."""
+    """Computes `_ring_sum` of `_meeting_rings`."""
     rings = _meeting_rings(grid, x, weights.shape[-1])
     return sum(weights[..., d, None] * ring for d, ring in enumerate(rings))
 
@@ -395,14 +395,14 @@ def _ring_sum_backward(grid, residuals, cotangent):
     return (
         # As exact as the forward pass, which has no matrix product.
         jnp.einsum("...de,...e->...d", rings, cotangent, precision="highest"),
-        _sum_of_rings(grid, weights, cotangent),
+        _ring_sum_adjoint(grid, weights, cotangent),
     )
 
 
 _ring_sum.defvjp(_ring_sum_forward, _ring_sum_backward)
 
 
-def _sum_of_rings(grid, weights, x):
+def _ring_sum_adjoint(grid, weights, x):
     """Computes sum_d ring_d(weights_d x), the adjoint of `_ring_sum` in x.
 
     ring_d is self-adjoint. The loops are those of `_rings` in reverse.

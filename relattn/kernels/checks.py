@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -183,6 +184,17 @@ def finite_tokens(
 ) -> Float[Array, "*batch n width"]:
     """Checks a mask of a layer's tokens; see `finite_masked`."""
     return finite_masked(x, key_mask)
+
+
+def combine_masks(*masks: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
+    """Returns where all of the given masks allow attention; None if none is given.
+
+    Example:
+        >>> combine_masks(None, jnp.array([True, False]), jnp.array([True, True]))
+        Array([ True, False], dtype=bool)
+    """
+    given = [mask for mask in masks if mask is not None]
+    return functools.reduce(operator.and_, given) if given else None
 
 
 def zero_prefix(

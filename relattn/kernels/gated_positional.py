@@ -10,13 +10,19 @@ from jaxtyping import Array, Bool, Float, Int
 from relattn.kernels.checks import (
     check_arguments,
     check_static,
+    combine_masks,
     finite_masked,
     zero_masked,
 )
 from relattn.kernels.flash import fused_branches
 from relattn.kernels.positions.bias import bias_of_pairs
 from relattn.kernels.precision import widen
-from relattn.kernels.softmax import masked_softmax, softmax_weights, weighted_sum
+from relattn.kernels.softmax import (
+    causal_mask,
+    masked_softmax,
+    softmax_weights,
+    weighted_sum,
+)
 from relattn.offsets import Grid, check_grid, table_offsets
 
 
@@ -73,22 +79,13 @@ def gated_positional_attention(
         d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
     """
     check_grid(q.shape[-2], grid, num_prefix)
-    # w . r_d of every pair.
-    scores = _offset_scores(coefficients, grid, num_prefix)
-    q = finite_masked(q, key_mask)
-    k, v, key_mask = zero_masked(k, v, key_mask)
-
-    def all_pairs(q, k, v, key_mask, gate, scores):
-        scores = bias_of_pairs(scores, grid, num_prefix)
-        allowed = None if key_mask is None else key_mask[..., None, :]
-        # alpha_ij = softmax_j(q_i . k_j / sqrt(head_dim)), beta_ij = softmax_j(w . r_d)
-        content = softmax_weights(q, k, key_mask=key_mask, precision=precision)
-        position = masked_softmax(scores, allowed)
-        return _mix(content, position, gate, v, precision)
-
-    options = {"grid": grid, "num_prefix": num_prefix, "causal": False}
-    arguments = (q, k, v, key_mask, gate, scores)
-    return _attend_fused(arguments, all_pairs, precision=precision, **options)
+    return _attend(
+        *(q, k, v, gate, coefficients, key_mask),
+        grid=grid,
+        num_prefix=num_prefix,
+        causal=False,
+        precision=precision,
+    )
 
 
 @check_arguments
@@ -133,25 +130,14 @@ def causal_gated_positional_attention(
     Source:
         d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
     """
-    check_static(q.shape[-2], "Causal gated positional attention")
-    # w . r_d of every pair, and which pairs have j <= i.
-    grid = (q.shape[-2],)
-    scores = _offset_scores(coefficients, grid, 0)
-    q = finite_masked(q, key_mask)
-    k, v, key_mask = zero_masked(k, v, key_mask)
-
-    def all_pairs(q, k, v, key_mask, gate, scores):
-        scores = bias_of_pairs(scores, grid, 0)
-        past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))
-        allowed = past if key_mask is None else past & key_mask[..., None, :]
-        # alpha_ij and beta_ij over j <= i.
-        masks = {"mask": past, "key_mask": key_mask}
-        content = softmax_weights(q, k, **masks, precision=precision)
-        return _mix(content, masked_softmax(scores, allowed), gate, v, precision)
-
-    arguments = (q, k, v, key_mask, gate, scores)
-    return _attend_fused(
-        arguments, all_pairs, grid=grid, causal=True, precision=precision
+    length = q.shape[-2]
+    check_static(length, "Causal gated positional attention")
+    return _attend(
+        *(q, k, v, gate, coefficients, key_mask),
+        grid=(length,),
+        num_prefix=0,
+        causal=True,
+        precision=precision,
     )
 
 
@@ -213,6 +199,56 @@ def causal_gated_positional_attention_step(
     return out[..., 0, :]
 
 
+def _attend(
+    q, k, v, gate, coefficients, key_mask, *, grid, num_prefix, causal, precision
+):
+    """Computes both forms of the attention, by kernels of the platform if it has them.
+
+    A kernel computes the sums with alpha_ij and with beta_ij, and the gate mixes them.
+    """
+    # w . r_d of every table row.
+    scores = _offset_scores(coefficients, grid, num_prefix)
+    q = finite_masked(q, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
+
+    def all_pairs(q, k, v, key_mask, gate, scores):
+        # j <= i
+        past = causal_mask(0, grid[0], grid[0]) if causal else None
+        allowed = None if key_mask is None else key_mask[..., None, :]
+        # alpha_ij = softmax_j(q_i . k_j / sqrt(head_dim)), beta_ij = softmax_j(w . r_d)
+        content = softmax_weights(
+            q, k, mask=past, key_mask=key_mask, precision=precision
+        )
+        position = bias_of_pairs(scores, grid, num_prefix)
+        position = masked_softmax(position, combine_masks(past, allowed))
+        return _mix(content, position, gate, v, precision)
+
+    arguments = (q, k, v, key_mask, gate, scores)
+    branches = fused_branches(
+        *(q, k, v),
+        causal=causal,
+        precision=precision,
+        bias=scores,
+        grid=grid,
+        num_prefix=num_prefix,
+    )
+    if not branches:
+        return all_pairs(*arguments)
+    (platform, attend), *_ = branches.items()
+
+    def mix(q, k, v, key_mask, gate, scores):
+        wide = widen(v)
+        content = attend(q, k, v, key_mask, None, None)
+        # Queries and keys of zero: scores are those of the offsets alone.
+        none = jnp.zeros((v.shape[-2], 1), v.dtype)
+        position = attend(none, none, v, key_mask, None, scores)
+        gate = jax.nn.sigmoid(widen(gate))[..., None, None]
+        out = (1 - gate) * content.astype(wide.dtype) + gate * position
+        return out.astype(v.dtype)
+
+    return jax.lax.platform_dependent(*arguments, **{platform: mix}, default=all_pairs)
+
+
 def _offset_scores(coefficients, grid, num_prefix):
     """Computes w . r for every table row of `offset_index`, in float32 or wider."""
     # r_d = (|d|^2, d).
@@ -233,29 +269,6 @@ def _offset_scores(coefficients, grid, num_prefix):
     coefficients = widen(coefficients)
     features = jnp.asarray(features, coefficients.dtype)
     return (coefficients[..., None, :] * features).sum(axis=-1)
-
-
-def _attend_fused(arguments, all_pairs, *, grid, num_prefix=0, causal, precision):
-    """Computes attention by kernels of the platform, where it has them."""
-    q, k, v, *_, scores = arguments
-    options = {"grid": grid, "num_prefix": num_prefix, "causal": causal}
-    options["precision"] = precision
-    branches = fused_branches(q, k, v, bias=scores, **options)
-    if not branches:
-        return all_pairs(*arguments)
-    (platform, attend), *_ = branches.items()
-
-    def mix(q, k, v, key_mask, gate, scores):
-        wide = widen(v)
-        content = attend(q, k, v, key_mask, None, None)
-        # Queries and keys of zero: scores are those of the offsets alone.
-        none = jnp.zeros((v.shape[-2], 1), v.dtype)
-        position = attend(none, none, v, key_mask, None, scores)
-        gate = jax.nn.sigmoid(widen(gate))[..., None, None]
-        out = (1 - gate) * content.astype(wide.dtype) + gate * position
-        return out.astype(v.dtype)
-
-    return jax.lax.platform_dependent(*arguments, **{platform: mix}, default=all_pairs)
 
 
 def _mix(content, position, gate, v, precision):

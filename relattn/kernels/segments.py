@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from relattn.kernels.checks import combine_masks
+
 
 def segment_starts(segment_ids: Int[Array, "*batch n"]) -> Bool[Array, "*batch n"]:
     """Returns where the id differs from that of the token before.
@@ -58,7 +60,5 @@ def mask_segments(
         >>> mask_segments(jnp.eye(3, dtype=bool), None).sum()
         Array(3, dtype=int32)
     """
-    if segment_ids is None:
-        return mask
-    within = segment_mask(segment_ids)
-    return within if mask is None else mask & within
+    within = None if segment_ids is None else segment_mask(segment_ids)
+    return combine_masks(mask, within)

@@ -19,6 +19,7 @@ from relattn.kernels.checks import (
     at_most,
     broadcast_leading,
     check_arguments,
+    combine_masks,
     finite_masked,
     zero_masked,
 )
@@ -291,7 +292,7 @@ def _attend_in_blocks(
         # j <= i, for the queries of the block.
         if causal:
             past = causal_mask(index * size, q.shape[-2], k.shape[-2], window)
-            mask = past if mask is None else mask & past
+            mask = combine_masks(mask, past)
         # q_i . k_j / sqrt(head_dim) + bias_ij
         scores, allowed = _masked_scores(q, k, mask, key_mask, bias, precision)
         # sum_j softmax_j(score_ij) v_j
@@ -319,8 +320,7 @@ def zero_unseen(
 ) -> tuple[Array, Array, Array | None]:
     """Does `zero_masked`, also for the keys that ``mask`` hides from all queries."""
     if mask is not None:
-        seen = mask.any(axis=-2)
-        key_mask = seen if key_mask is None else seen & key_mask
+        key_mask = combine_masks(mask.any(axis=-2), key_mask)
     return zero_masked(k, v, key_mask)
 
 
@@ -329,7 +329,7 @@ def causal_mask(
 ) -> Bool[Array, "n m"]:
     """Returns which of m keys the queries first .. first + n - 1 see.
 
-    Those that are not later, or the last ``window`` of them.
+    A query sees the keys that are not later, or the last ``window`` of these.
 
     Example:
         >>> causal_mask(1, 2, 3, window=2).astype(int).tolist()
@@ -413,7 +413,7 @@ def _masked_scores(q, k, mask, key_mask, bias, precision):
     scores = scaled_products(q, k, precision)
     if bias is not None:
         scores = scores + widen(bias)
-    return scores, _combine_masks(mask, key_mask)
+    return scores, combine_masks(mask, key_mask)
 
 
 def scaled_products(
@@ -449,14 +449,3 @@ def masked_softmax(scores: Array, allowed: Array | None) -> Array:
     # The lowest finite number, not -inf: a row without keys must not give NaN.
     scores = jnp.where(allowed, scores, jnp.finfo(scores.dtype).min)
     return jnp.where(allowed, softmax(scores), 0.0)
-
-
-def _combine_masks(*masks: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
-    """Combines the given masks with a logical and; None if there are none."""
-    given = [mask for mask in masks if mask is not None]
-    if not given:
-        return None
-    allowed = given[0]
-    for mask in given[1:]:
-        allowed = allowed & mask
-    return allowed

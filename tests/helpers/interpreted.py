@@ -27,7 +27,7 @@ def interpret(monkeypatch, module, **sizes):
     exact = dict.fromkeys(products.ALGORITHMS, jax.lax.Precision.HIGHEST)
     monkeypatch.setattr(products, "ALGORITHMS", exact)
     call = functools.partial(pl.pallas_call, interpret=True)
-    monkeypatch.setattr(module.pl, "pallas_call", call)
+    monkeypatch.setattr(pl, "pallas_call", call)
 
 
 def largest_array(function, *inputs):

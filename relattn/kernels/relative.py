@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import (
     check_arguments,
+    combine_masks,
     finite_masked,
     zero_masked,
 )
@@ -25,7 +26,7 @@ from relattn.kernels.positions.bias import (
     past_rows,
     rows_of_token,
     skew,
-    unwrap_offsets,
+    unwrap_axes,
     with_prefix_rows,
 )
 from relattn.kernels.precision import widen
@@ -178,8 +179,8 @@ def causal_relative_attention(
     out_i = sum_{j <= i} softmax_{j <= i}(a_ij) (v_j + s_(i - j)), or the sum over
     i - window < j <= i. With tables, a window is a mask and saves no time.
 
-    Tables are those of a line of ``length >= n`` tokens: 2 length - 1 rows, of which
-    the offsets 0 .. n - 1 are used.
+    A table belongs to a line of ``length >= n`` tokens and has 2 length - 1 rows; the
+    rows of the offsets 0 .. n - 1 are used.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -256,7 +257,7 @@ def causal_relative_attention(
         past = causal_mask(0, length, length, window)
         out = attend(
             q,
-            mask=past if within is None else within & past,
+            mask=combine_masks(within, past),
             bias=bias,
             key_table=key_table,
             value_table=value_table,
@@ -335,7 +336,7 @@ def causal_relative_attention_step(
     # b_(i - j) + q_i . r_(i - j) / sqrt(head_dim), added to q_i . k_j / sqrt(head_dim).
     scores = None if bias is None else widen(bias)[..., None, :]
     if key_table is not None:
-        scores = _add_scores(scores, _score_rows(q, key_table, precision))
+        scores = _add_scores(scores, scaled_products(q, key_table, precision))
     k, v, past = zero_masked(k, v, causal_mask(index, 1, length, window)[0])
     weights = softmax_weights(q, k, key_mask=past, bias=scores, precision=precision)
     # sum_j weight_j v_j, then + sum_j weight_j s_(i - j).
@@ -366,7 +367,7 @@ def _attend(
     """
     # The scores added to q_i . k_j / sqrt(head_dim): b_d, then q_i . r_d.
     if key_table is not None:
-        scores = to_pairs(_score_rows(q, key_table, precision))
+        scores = to_pairs(scaled_products(q, key_table, precision))
         bias = _add_scores(bias, scores)
     # softmax_j(a_ij), a_ij = q_i . k_j / sqrt(head_dim) + scores_ij.
     weights = softmax_weights(
@@ -427,7 +428,7 @@ class _Blocks:
             rows = [self._rows_of_block(table, first) for table in padded]
             if self.causal:
                 past = causal_mask(first, size, self.grid[0], self.window)
-                mask = past if mask is None else mask & past
+                mask = combine_masks(mask, past)
             return self._attend(attend, q, mask, *rows, to_pairs=self._to_pairs)
 
         out = map_blocks(attend_block, queries, size)
@@ -471,12 +472,8 @@ class _Blocks:
         offsets = table[..., :rows, :].reshape(
             *leading, *offsets_per_axis(self.grid), width
         )
-        first_axis = len(leading)
-        if isinstance(self.grid, Torus):
-            for axis in range(len(self.grid)):
-                offsets = jnp.moveaxis(offsets, first_axis + axis, -1)
-                offsets = jnp.moveaxis(unwrap_offsets(offsets), -1, first_axis + axis)
-        offsets = _pad(offsets, (0, self.num_rows), first_axis)
+        offsets = unwrap_axes(offsets, self.grid, first_axis=len(leading))
+        offsets = _pad(offsets, (0, self.num_rows), len(leading))
         return offsets, table[..., rows : rows + 1, :]
 
     def _rows_of_block(self, table, first):
@@ -525,11 +522,6 @@ def _pad(x, width, axis):
 def _add_scores(total, scores):
     """Adds scores to a sum that may be None."""
     return scores if total is None else total + scores
-
-
-def _score_rows(q, key_table, precision):
-    """Computes q_i . r / sqrt(head_dim) for every table row r, float32 or wider."""
-    return scaled_products(q, key_table, precision)
 
 
 def _to_pairs(per_row, grid, num_prefix):

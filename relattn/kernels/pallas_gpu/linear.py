@@ -193,7 +193,8 @@ def attend_on_gpu(
         pad(v, plan.key_segment),
     )
     masks = {
-        key: pad_length(x, plan.key_segment, False)[..., 0] for key, x in masks.items()
+        key: pad_length(x, plan.key_segment, value=False)[..., 0]
+        for key, x in masks.items()
     }
     if key_mask is None and not causal and k.shape[1] > m:
         # Causal queries do not see the zeros after the last key.

@@ -37,156 +37,16 @@ from relattn.kernels.pallas_gpu.products import (
     power_of_2,
     precision_name,
 )
+from relattn.kernels.pallas_gpu.slots import Slots, pad_axis
 from relattn.kernels.platform import has_program_per_device
-from relattn.kernels.positions.bias import skew
 from relattn.kernels.precision import compute_dtype, widen
-from relattn.offsets import Grid, PrefixRow, Torus, num_offsets, offsets_per_axis
+from relattn.offsets import Grid, PrefixRow
 
 # Most tokens of a block, and most of its bytes.
 _BLOCK = 64
 _BLOCK_BYTES = 2**14
 # The segment of keys that do not exist.
 _NO_SEGMENT = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slots:
-    """Where tokens stand, so that equally distant blocks have equal offsets.
-
-    A row of the grid is as wide as several blocks, or a block as several rows. Prefix
-    tokens follow the last token of the grid. Other slots are empty.
-
-    Attributes:
-        grid: Height and width of the tokens after the prefix; a height of 1 for a line.
-        num_prefix: Number of prefix tokens.
-        block: Number of slots of a block, a power of two.
-    """
-
-    grid: tuple[int, int]
-    num_prefix: int
-    block: int
-
-    @property
-    def width(self) -> int:
-        """Slots of a row."""
-        height, width = self.grid
-        if height == 1:
-            return _round_up(width + self.num_prefix, self.block)
-        if width <= self.block:
-            return 2 ** (width - 1).bit_length()
-        return _round_up(width, self.block)
-
-    @property
-    def first_prefix(self) -> int:
-        """The slot of the first prefix token."""
-        return (self.grid[0] - 1) * self.width + self.grid[1]
-
-    @property
-    def length(self) -> int:
-        """Number of slots."""
-        used = self.first_prefix + self.num_prefix
-        return _round_up(used, max(self.block, self.width))
-
-    @property
-    def rows(self) -> int:
-        """Rows of slots."""
-        return self.length // self.width
-
-    @property
-    def num_offsets(self) -> int:
-        """Number of offsets between slots, each a row of the table of slots."""
-        return (2 * self.rows - 1) * (2 * self.width - 1)
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Blocks along the rows and along the columns of slots."""
-        across = max(1, self.width // self.block)
-        return self.length // self.block // across, across
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no slot is empty."""
-        return self.length == math.prod(self.grid) + self.num_prefix
-
-    def place(self, x: Array, value: int = 0) -> Array:
-        """Moves tokens [heads, n, width] to slots [heads, length, width]."""
-        (height, width), prefix = self.grid, x[:, : self.num_prefix]
-        if height > 1 and width < self.width:
-            rows = x[:, self.num_prefix :].reshape(len(x), height, width, -1)
-            rows = _pad(rows, (0, self.width - width), 2, value)
-            tokens = rows.reshape(len(x), height * self.width, -1)
-            x = tokens[:, : self.first_prefix]
-        elif self.num_prefix:
-            x = x[:, self.num_prefix :]
-        if self.num_prefix:
-            x = jnp.concatenate([x, prefix], axis=1)
-        return _pad(x, (0, self.length - x.shape[1]), 1, value)
-
-    def take(self, x: Array) -> Array:
-        """Moves slots back to tokens, the inverse of `place`."""
-        height, width = self.grid
-        tokens = x[:, : height * self.width] if height > 1 else x[:, :width]
-        if height > 1:
-            tokens = tokens.reshape(len(x), height, self.width, -1)[:, :, :width]
-            tokens = tokens.reshape(len(x), height * width, -1)
-        prefix = x[:, self.first_prefix : self.first_prefix + self.num_prefix]
-        return jnp.concatenate([prefix, tokens], axis=1) if self.num_prefix else tokens
-
-    def place_table(self, table: Array, grid: Grid) -> Array:
-        """Returns a table of the offsets of slots, [heads, num_offsets + prefix]."""
-        heads, rows = len(table), num_offsets(grid)
-        offsets = table[:, :rows].reshape(heads, *offsets_per_axis(grid))
-        if isinstance(grid, Torus):
-            # The offsets -(size - 1) .. size - 1 of each axis.
-            widths = [(0, 0), *((size - 1, 0) for size in grid)]
-            offsets = jnp.pad(offsets, widths, mode="wrap")
-        offsets = offsets.reshape(heads, *(2 * size - 1 for size in self.grid))
-        for axis, size in enumerate((self.rows, self.width)):
-            offsets = _pad(offsets, (size - self.grid[axis],) * 2, 1 + axis)
-        offsets = offsets.reshape(heads, self.num_offsets)
-        return jnp.concatenate([offsets, table[:, rows:]], axis=1)
-
-    def spread(self, offsets: Array, causal: bool) -> Array:
-        """Copies offsets [heads, num_offsets] to all pairs of slots of two blocks.
-
-        Returns:
-            [heads, rows, columns, block, block] for the distances of blocks, of queries
-            minus of keys, those that are not negative if causal.
-        """
-        (down, across), heads = self.blocks, len(offsets)
-        wide = min(self.block, self.width)
-        high = self.block // wide
-        x = offsets.reshape(heads, 2 * self.rows - 1, 2 * self.width - 1)
-        x = _spread(x, wide)
-        x = _spread(jnp.moveaxis(x, 1, -1), high)
-        # From [heads, columns, wide, wide, rows, high, high].
-        x = x.transpose(0, 4, 1, 5, 2, 6, 3)
-        x = x.reshape(heads, 2 * down - 1, 2 * across - 1, self.block, self.block)
-        return x[:, :, across - 1 :] if causal else x
-
-
-def _round_up(size, step):
-    return -(-size // step) * step
-
-
-def _pad(x, widths, axis, value=0.0):
-    if not any(widths):
-        return x
-    all_widths = [(0, 0)] * x.ndim
-    all_widths[axis] = widths
-    return jnp.pad(x, all_widths, constant_values=value)
-
-
-def _spread(x, size):
-    """Maps offsets [..., 2 n size - 1] to [..., 2 n - 1, size, size].
-
-    y_Dab = x_(D size + a - b), for the distances D = 1 - n .. n - 1 of blocks.
-    """
-    x = _pad(x, (0, 1), x.ndim - 1).reshape(*x.shape[:-1], -1, size)
-    # The 2 size - 1 offsets of each distance.
-    x = jnp.concatenate([x[..., :-1, :], x[..., 1:, :-1]], axis=-1)
-    x = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], size, x.shape[-1]))
-    return skew(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +65,7 @@ class _Plan:
     scale: float
     block: int
     precision: str
-    slots: _Slots
+    slots: Slots
 
 
 def fits_gpu(
@@ -292,10 +152,10 @@ def attend_on_gpu(
     block = min(_BLOCK, _BLOCK_BYTES // (width * v.dtype.itemsize))
     block = min(block, power_of_2(max(n, m)))
     if bias is None or grid is None:
-        slots, key_slots = (_Slots((1, size), 0, block) for size in (n, m))
+        slots, key_slots = (Slots((1, size), 0, block) for size in (n, m))
     else:
         shape = (grid[0], grid[1]) if len(grid) == 2 else (1, grid[0])
-        slots = key_slots = _Slots(shape, num_prefix, block)
+        slots = key_slots = Slots(shape, num_prefix, block)
     plan = _Plan(causal, head_dim**-0.5, block, name, slots)
 
     def flatten(x, axes):
@@ -304,7 +164,7 @@ def attend_on_gpu(
 
     def place(x, slots):
         x = slots.place(flatten(x, 2))
-        return _pad(x, (0, power_of_2(x.shape[-1]) - x.shape[-1]), 2)
+        return pad_axis(x, (0, power_of_2(x.shape[-1]) - x.shape[-1]), 2)
 
     def place_segments(x, slots, value):
         return slots.place(x[..., None], value)[..., 0]
@@ -633,7 +493,8 @@ def _call(kernel, inputs, shapes, own, plan):
         inputs: Arrays by name, of heads or for all of them.
         shapes: Shapes of outputs by name; those of tokens have the dtype of the tokens,
             others are float32.
-        own: Names of inputs of which a program gets its own block, not all.
+        own: Names of the inputs that a program gets as its own block; it gets the
+            others whole.
         plan: The plan.
 
     Returns:
@@ -671,7 +532,7 @@ def _call(kernel, inputs, shapes, own, plan):
         run,
         grid=(heads * blocks,),
         in_specs=[{name: spec(x, name in own) for name, x in inputs.items()}],
-        out_specs={name: spec(x, True) for name, x in outputs.items()},
+        out_specs={name: spec(x, of_block=True) for name, x in outputs.items()},
         out_shape=outputs,
         compiler_params=triton.CompilerParams(
             num_warps=8 if width > _BLOCK else 4, num_stages=2

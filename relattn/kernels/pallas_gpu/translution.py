@@ -175,20 +175,20 @@ class FusedPairs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _scores(q, k, t_q, t_k, pairs):
+def _scores(q, k, t_q, t_k, sizes):
     """Computes a_ij . b_ij, [heads, n, n, batch]."""
-    return _products(_side("q", q, t_q, pairs), _side("k", k, t_k, pairs), pairs)
+    return _products(_side("q", q, t_q, sizes), _side("k", k, t_k, sizes), sizes)
 
 
-def _scores_forward(q, k, t_q, t_k, pairs):
-    return _scores(q, k, t_q, t_k, pairs), (q, k, t_q, t_k)
+def _scores_forward(q, k, t_q, t_k, sizes):
+    return _scores(q, k, t_q, t_k, sizes), (q, k, t_q, t_k)
 
 
-def _scores_backward(pairs, residuals, g):
+def _scores_backward(sizes, residuals, g):
     q, k, t_q, t_k = residuals
-    queries, keys = _side("q", q, t_q, pairs), _side("k", k, t_k, pairs)
-    of_q, of_t_q = _gradients(queries, keys, g, "q", pairs)
-    of_k, of_t_k = _gradients(keys, queries, g.swapaxes(1, 2), "k", pairs)
+    queries, keys = _side("q", q, t_q, sizes), _side("k", k, t_k, sizes)
+    of_q, of_t_q = _gradients(queries, keys, g, "q", sizes)
+    of_k, of_t_k = _gradients(keys, queries, g.swapaxes(1, 2), "k", sizes)
     return of_q, of_k, of_t_q, of_t_k
 
 
@@ -196,39 +196,39 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _values(weights, v, t_v, pairs):
+def _values(weights, v, t_v, sizes):
     """Computes sum_j w_ij b_ij, [heads, n, batch, head_dim]."""
-    return _sums(None, None, _side("v", v, t_v, pairs), weights, pairs)
+    return _sums(None, None, _side("v", v, t_v, sizes), weights, sizes)
 
 
-def _values_forward(weights, v, t_v, pairs):
-    return _values(weights, v, t_v, pairs), (weights, v, t_v)
+def _values_forward(weights, v, t_v, sizes):
+    return _values(weights, v, t_v, sizes), (weights, v, t_v)
 
 
-def _values_backward(pairs, residuals, g):
+def _values_backward(sizes, residuals, g):
     weights, v, t_v = residuals
-    cotangents, values = _Tokens(g, None, None), _side("v", v, t_v, pairs)
-    of_weights = _products(cotangents, values, pairs)
+    cotangents, values = _Tokens(g, None, None), _side("v", v, t_v, sizes)
+    of_weights = _products(cotangents, values, sizes)
     weights = weights.swapaxes(1, 2)
-    return of_weights, *_gradients(values, cotangents, weights, "v", pairs)
+    return of_weights, *_gradients(values, cotangents, weights, "v", sizes)
 
 
 _values.defvjp(_values_forward, _values_backward)
 
 
-def _side(name, x, table, pairs):
-    rows = None if table is None else jnp.asarray(_index(name, pairs).rows)
+def _side(name, x, table, sizes):
+    rows = None if table is None else jnp.asarray(_index(name, sizes).rows)
     return _Tokens(x, table, rows)
 
 
-def _gradients(own, other, weights, name, pairs):
+def _gradients(own, other, weights, name, sizes):
     """Returns the gradients of tokens and of their table."""
     of_keys = name != "q"
-    of_tokens = _sums(own.table, own.rows, other, weights, pairs, of_keys=of_keys)
+    of_tokens = _sums(own.table, own.rows, other, weights, sizes, of_keys=of_keys)
     if own.table is None:
         return of_tokens.astype(own.x.dtype), None
     of_tokens = of_tokens.sum(axis=0, keepdims=True).astype(own.x.dtype)
-    of_table = _table_sums(own, other, weights, _index(name, pairs), pairs)
+    of_table = _table_sums(own, other, weights, _index(name, sizes), sizes)
     return of_tokens, of_table.astype(own.table.dtype)
 
 
@@ -246,8 +246,8 @@ class _Index(NamedTuple):
     starts: np.ndarray
 
 
-def _index(name: str, pairs: FusedPairs) -> _Index:
-    return _make_index(name, pairs.grid, pairs.num_prefix, pairs.causal)
+def _index(name: str, sizes: FusedPairs) -> _Index:
+    return _make_index(name, sizes.grid, sizes.num_prefix, sizes.causal)
 
 
 @functools.lru_cache(maxsize=64)
@@ -267,7 +267,7 @@ def _make_index(name, grid, num_prefix, causal):
     return _Index(*(x.astype(np.int32) for x in (rows, pairs, starts)))
 
 
-def _products(queries, keys, pairs):
+def _products(queries, keys, sizes):
     """Computes a_ij . b_ij, [heads, n, n, batch]; zeros for later keys."""
     n, batch = queries.x.shape[1:3]
 
@@ -275,22 +275,22 @@ def _products(queries, keys, pairs):
         queries, keys = refs["queries"], refs["keys"]
 
         def step(j, _):
-            a = queries.project(head, i, j, block, pairs._precision)
-            b = keys.project(head, j, i, block, pairs._precision)
+            a = queries.project(head, i, j, block, sizes._precision)
+            b = keys.project(head, j, i, block, sizes._precision)
             out[head, i, j, block] = jnp.sum(a * b, axis=1)
 
         def skip(j, _):
             out[head, i, j, block] = jnp.zeros(block.size, jnp.float32)
 
-        jax.lax.fori_loop(0, i + 1 if pairs.causal else n, step, None)
-        if pairs.causal:
+        jax.lax.fori_loop(0, i + 1 if sizes.causal else n, step, None)
+        if sizes.causal:
             jax.lax.fori_loop(i + 1, n, skip, None)
 
     inputs = {"queries": queries, "keys": keys}
-    return _call(kernel, inputs, (pairs.num_heads, n, n, batch), n, batch, pairs)
+    return _call(kernel, inputs, (sizes.num_heads, n, n, batch), n, batch, sizes)
 
 
-def _sums(table, rows, other, weights, pairs, of_keys=False):
+def _sums(table, rows, other, weights, sizes, of_keys=False):
     """Computes sum_j w_ij b_ij, times the transpose of the pair's own matrix.
 
     Args:
@@ -298,7 +298,7 @@ def _sums(table, rows, other, weights, pairs, of_keys=False):
         rows: Its row for every pair, or None.
         other: The other tokens.
         weights: [heads, n, n, batch], first the own token.
-        pairs: Static sizes.
+        sizes: Static sizes.
         of_keys: Whether the own tokens are keys.
 
     Returns:
@@ -313,24 +313,24 @@ def _sums(table, rows, other, weights, pairs, of_keys=False):
 
     def kernel(refs, out, head, i, block):
         def step(j, total):
-            b = refs["other"].project(head, j, i, block, pairs._precision)
+            b = refs["other"].project(head, j, i, block, sizes._precision)
             product = refs["weights"][head, i, j, block][:, None] * b
             if "table" in refs:
                 matrix = refs["table"][head, refs["rows"][i, j]]
                 product = product.astype(matrix.dtype)
-                product = dot(product, matrix.T, pairs._precision)
+                product = dot(product, matrix.T, sizes._precision)
             return total + product
 
         first, last = 0, n
-        if pairs.causal:
+        if sizes.causal:
             first, last = (i, n) if of_keys else (0, i + 1)
         total = jnp.zeros((block.size, width), jnp.float32)
         out[head, i, block] = jax.lax.fori_loop(first, last, step, total)
 
-    return _call(kernel, inputs, (pairs.num_heads, n, batch, width), n, batch, pairs)
+    return _call(kernel, inputs, (sizes.num_heads, n, batch, width), n, batch, sizes)
 
 
-def _table_sums(own, other, weights, index, pairs):
+def _table_sums(own, other, weights, index, sizes):
     """Computes the sum of q_i^T w_ij b_ij over the pairs of every row.
 
     Args:
@@ -338,7 +338,7 @@ def _table_sums(own, other, weights, index, pairs):
         other: The other tokens.
         weights: [heads, n, n, batch], first the own token.
         index: Rows of the table.
-        pairs: Static sizes.
+        sizes: Static sizes.
 
     Returns:
         [heads, rows, width, head_dim].
@@ -354,9 +354,9 @@ def _table_sums(own, other, weights, index, pairs):
             def add_block(number, total):
                 block = _block(number, batch)
                 x = refs["own"][0, i, block]
-                b = refs["other"].project(head, j, i, block, pairs._precision)
+                b = refs["other"].project(head, j, i, block, sizes._precision)
                 product = refs["weights"][head, i, j, block][:, None] * b
-                return total + dot(x.T, product.astype(x.dtype), pairs._precision)
+                return total + dot(x.T, product.astype(x.dtype), sizes._precision)
 
             return jax.lax.fori_loop(0, _num_blocks(batch), add_block, total)
 
@@ -366,7 +366,7 @@ def _table_sums(own, other, weights, index, pairs):
 
     inputs = {"own": own.x, "other": other, "weights": weights}
     inputs |= {"pairs": jnp.asarray(index.pairs), "starts": jnp.asarray(index.starts)}
-    return _call(kernel, inputs, shape, shape[1], None, pairs)
+    return _call(kernel, inputs, shape, shape[1], None, sizes)
 
 
 def _num_blocks(batch):
@@ -379,7 +379,7 @@ def _block(number, batch):
     return pl.ds(number * size, size)
 
 
-def _call(kernel, inputs, shape, length, batch, pairs):
+def _call(kernel, inputs, shape, length, batch, sizes):
     """Calls a kernel for every head, token or row, and block of sequences.
 
     Args:
@@ -389,7 +389,7 @@ def _call(kernel, inputs, shape, length, batch, pairs):
         shape: Shape of the output.
         length: Number of tokens or rows.
         batch: Number of sequences; None if a program loops over them.
-        pairs: Static sizes.
+        sizes: Static sizes.
 
     Returns:
         The output, float32.
@@ -401,14 +401,14 @@ def _call(kernel, inputs, shape, length, batch, pairs):
         program = pl.program_id(0)
         rest = jax.lax.div(program, np.int32(num_blocks))
         number = jax.lax.rem(program, np.int32(num_blocks))
-        token = jax.lax.div(rest, np.int32(pairs.num_heads))
-        head = jax.lax.rem(rest, np.int32(pairs.num_heads))
+        token = jax.lax.div(rest, np.int32(sizes.num_heads))
+        head = jax.lax.rem(rest, np.int32(sizes.num_heads))
         block = None if batch is None else _block(number, batch)
         kernel(refs, out, head, token, block)
 
     return pl.pallas_call(
         run,
-        grid=(pairs.num_heads * length * num_blocks,),
+        grid=(sizes.num_heads * length * num_blocks,),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
     )(inputs)

@@ -231,18 +231,21 @@ def pairs_of_offsets(
 
 
 def unwrap_axes(
-    table: Float[Array, "*batch_and_offsets"], grid: Grid
-) -> Float[Array, "*batch_and_all_offsets"]:
+    table: Float[Array, "..."], grid: Grid, first_axis: int | None = None
+) -> Float[Array, "..."]:
     """Returns the offsets -(size - 1) .. size - 1 of each axis, also on a torus.
 
     Args:
-        table: Its last axes have the offsets of the grid's axes, in the order of
+        table: Has an axis of offsets for each axis of the grid, in the order of
             `relattn.offsets.offset_index`.
         grid: Size of each axis, in tokens.
+        first_axis: The first axis of offsets; None if they are the last axes.
     """
     if not isinstance(grid, Torus):
         return table
-    widths = [(0, 0)] * (table.ndim - len(grid)) + [(size - 1, 0) for size in grid]
+    before = table.ndim - len(grid) if first_axis is None else first_axis
+    widths = [(0, 0)] * table.ndim
+    widths[before : before + len(grid)] = [(size - 1, 0) for size in grid]
     return jnp.pad(table, widths, mode="wrap")
 
 
@@ -264,14 +267,10 @@ def skew(
         2  1  0 -1  .         2  1  0 -1         2  1
     """
     if periodic:
-        x = unwrap_offsets(x)
+        # The offsets 0 .. n - 1 as -(n - 1) .. n - 1.
+        x = jnp.concatenate([x[..., 1:], x], axis=-1)
     *leading, num_rows, width = x.shape
     x = jnp.pad(jnp.flip(x, -1), [(0, 0)] * (x.ndim - 1) + [(0, 1)])
     x = x.reshape(*leading, num_rows * (width + 1))
     x = x[..., num_rows - 1 : num_rows - 1 + num_rows * width]
     return x.reshape(*leading, num_rows, width)[..., : width - num_rows + 1]
-
-
-def unwrap_offsets(x: Float[Array, "*batch size"]) -> Float[Array, "*batch offsets"]:
-    """Repeats the offsets 0 .. size - 1 of a torus as -(size - 1) .. size - 1."""
-    return jnp.concatenate([x[..., 1:], x], axis=-1)

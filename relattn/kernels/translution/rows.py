@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from relattn.kernels.checks import at_most
+from relattn.kernels.positions.bias import unwrap_axes
 from relattn.kernels.precision import widen
-from relattn.offsets import Grid, Torus, num_offsets, offsets_per_axis
+from relattn.offsets import Grid, num_offsets, offsets_per_axis
 
 # The backward pass keeps the tables, not the matrices made of them.
 _remat = functools.partial(jax.checkpoint, static_argnums=0)
@@ -155,11 +156,7 @@ class RowLoop:
         else:
             table = table[: num_offsets(self.grid)]
             table = table.reshape(*offsets_per_axis(self.grid), *table.shape[1:])
-        if isinstance(self.grid, Torus):
-            # Offset d - size has the row of d.
-            for axis in range(len(self.grid)):
-                before = jax.lax.slice_in_dim(table, 1, None, axis=axis)
-                table = jnp.concatenate([before, table], axis)
+            table = unwrap_axes(table, self.grid, first_axis=0)
         if self.is_line:
             # Offset dy * width + dx, for dx < 0 in the second half of the row before.
             height, width = self.shape

@@ -358,7 +358,7 @@ def causal_linear_attention(
     if state is None and not return_state and not at_most(q.shape[-2], chunk_size):
         branches = _fused_branches(q, k, v, feature_map, precision, causal=True)
         if key_mask is None and starts is None:
-            branches |= _vmem_branches(q, k, v, feature_map, precision)
+            branches |= _tpu_branches(q, k, v, feature_map, precision)
     if branches:
         return jax.lax.platform_dependent(
             q, k, v, key_mask, starts, **branches, default=lambda *x: in_chunks(*x)[0]
@@ -388,19 +388,19 @@ def _fused_branches(q, k, v, feature_map, precision, *, causal):
     return {"cuda": attend}
 
 
-def _vmem_branches(q, k, v, feature_map, precision):
+def _tpu_branches(q, k, v, feature_map, precision):
     """Finds kernels for TPUs that take no masks, as `_fused_branches`."""
     if not platform_defaults().causal_in_vmem:
         return {}
-    from relattn.kernels import pallas_linear
+    from relattn.kernels import pallas_tpu
 
-    if not pallas_linear.fits_vmem(q, k, v, feature_map, precision):
+    if not pallas_tpu.fits_tpu(q, k, v, feature_map, precision):
         return {}
 
     def attend(q, k, v, key_mask, starts):
         del key_mask, starts
         q, k, v = broadcast_leading(q, k, v)
-        return pallas_linear.attend_in_vmem(q, k, v, feature_map, precision=precision)
+        return pallas_tpu.attend_on_tpu(q, k, v, feature_map, precision=precision)
 
     return {"tpu": attend}
 

@@ -12,10 +12,10 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, PartitionSpec
 
-from relattn.kernels import draw_orthogonal, pallas_linear
+from relattn.kernels import draw_orthogonal, pallas_tpu
 from relattn.kernels import feature_maps as maps
 from relattn.kernels.linear import causal_linear_attention
-from relattn.kernels.pallas_linear import attend_in_vmem, fits_vmem
+from relattn.kernels.pallas_tpu import attend_on_tpu, fits_tpu
 from relattn.kernels.platform import use_platform
 from tests import reference
 from tests.helpers import compare
@@ -30,10 +30,10 @@ NAMES = ["positive", "trigonometric", "relu"]
 @pytest.fixture
 def interpreted(monkeypatch):
     """Runs kernels on the CPU, in chunks of 8 instead of 256 tokens."""
-    monkeypatch.setattr(pallas_linear, "_LANES", 4)
-    monkeypatch.setattr(pallas_linear, "_CHUNK", 8)
+    monkeypatch.setattr(pallas_tpu, "_LANES", 4)
+    monkeypatch.setattr(pallas_tpu, "_CHUNK", 8)
     call = functools.partial(pl.pallas_call, interpret=True)
-    monkeypatch.setattr(pallas_linear.pl, "pallas_call", call)
+    monkeypatch.setattr(pallas_tpu.pl, "pallas_call", call)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def draw_inputs(*batch, length=N, dtype=jnp.float32):
 def test_equals_the_reference(interpreted, name):
     naive_map = compare.naive_map(name, PROJECTION)
     compare.expect_equal(
-        lambda q, k, v: attend_in_vmem(q, k, v, feature_map(name)),
+        lambda q, k, v: attend_on_tpu(q, k, v, feature_map(name)),
         lambda q, k, v: reference.linear_attention(
             q, k, v, naive_map, np.tril(np.ones((N, N), bool))
         ),
@@ -75,7 +75,7 @@ def equals_the_library(make_map, inputs, parameters, tolerance=2e-6):
 
     results, expected = (
         quick_jit(functools.partial(value_and_gradients, attend))()
-        for attend in (attend_in_vmem, causal_linear_attention)
+        for attend in (attend_on_tpu, causal_linear_attention)
     )
     for ours, theirs in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
@@ -112,7 +112,7 @@ def test_bfloat16_equals_the_library(interpreted):
 
 @pytest.mark.parametrize("name", ["positive", "relu"])
 def test_earlier_outputs_do_not_depend_on_later_tokens(interpreted, name):
-    attend = jax.jit(lambda *x: attend_in_vmem(*x, feature_map(name)))
+    attend = jax.jit(lambda *x: attend_on_tpu(*x, feature_map(name)))
     inputs = draw_inputs(HEADS)
     out = np.asarray(attend(*inputs))
     # In the middle of a chunk.
@@ -173,7 +173,7 @@ def test_several_devices_use_a_kernel_if_each_has_its_own_program(monkeypatch):
         fits = []
 
         def attend(q, k, v, fits=fits):
-            fits.append(fits_vmem(q, k, v, feature_map("positive")))
+            fits.append(fits_tpu(q, k, v, feature_map("positive")))
             return v
 
         jax.shard_map(

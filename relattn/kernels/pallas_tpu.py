@@ -48,14 +48,14 @@ _OPERATIONS = (
 _PRECISIONS = (None, (jax.lax.Precision.DEFAULT,) * 2, (jax.lax.Precision.HIGHEST,) * 2)
 
 
-def fits_vmem(
+def fits_tpu(
     q: Array,
     k: Array,
     v: Array,
     feature_map: FeatureMap,
     precision: jax.lax.PrecisionLike = None,
 ) -> bool:
-    """Returns whether `attend_in_vmem` takes these arguments and this feature map.
+    """Returns whether `attend_on_tpu` takes these arguments and this feature map.
 
     It needs float32 or narrower, few enough features, and a precision and feature maps
     of operations that are known to compile. The compiler cannot divide a kernel: there
@@ -121,7 +121,7 @@ def _operations(jaxpr):
     return names.union(*map(_operations, jax.extend.core.subjaxprs(jaxpr)))
 
 
-def attend_in_vmem(
+def attend_on_tpu(
     q: Float[Array, "*batch n head_dim"],
     k: Float[Array, "*batch n head_dim"],
     v: Float[Array, "*batch n value_dim"],
@@ -138,7 +138,7 @@ def attend_in_vmem(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        feature_map: One that `fits_vmem`.
+        feature_map: One that `fits_tpu`.
         precision: Passed to einsum.
 
     Returns:

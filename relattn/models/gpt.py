@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,8 +15,8 @@ from relattn.nn.attention import check_index
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
-    TransformerBlock,
     at_precision,
+    block_of,
     make_norm,
     transformer_blocks,
 )
@@ -189,7 +188,7 @@ class GPT(nn.Module):
             tokens = jnp.where(key_mask, tokens, 0)
         x = embedding(tokens)
         # x + p, for encodings that act on tokens: the rows from the first token on, or
-        # in decoding that of the one token.
+        # in decoding the row of the one token.
         grid = (length,)
         position = make_position(name="position")
         encoding = position.add_to_tokens(
@@ -201,18 +200,7 @@ class GPT(nn.Module):
         x = transformer_blocks(
             x,
             attentions,
-            functools.partial(
-                TransformerBlock,
-                dim=self.dim,
-                mlp_dim=self.mlp_dim,
-                attention_dropout=self.attention_dropout,
-                dropout=self.dropout,
-                dtype=self.dtype,
-                norm_eps=self.norm_eps,
-                activation=self.activation,
-                norm_type=self.norm_type,
-                mlp_bias=self.mlp_bias,
-            ),
+            block_of(self),
             positions=position.per_layer(grid, self.num_prefix),
             grid=grid,
             num_prefix=self.num_prefix,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,8 +12,8 @@ from jaxtyping import Array, Bool, Float
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
-    TransformerBlock,
     at_precision,
+    block_of,
     make_norm,
     transformer_blocks,
 )
@@ -115,7 +114,7 @@ class PointTransformer(nn.Module):
         Args:
             points: Position and features of each point, shape ``[batch, n, num_axes +
                 channels]``, with at least one channel. Waves are computed in float32
-                from positions in float32, of which the digits suffice up to some 1,000:
+                from positions in float32, which is precise enough up to about 1,000:
                 subtract a mean or a corner of the set from larger ones first, in
                 float64.
             key_mask: True for points that exist, shape ``[batch, n]``; by default those
@@ -175,18 +174,7 @@ class PointTransformer(nn.Module):
         x = transformer_blocks(
             x,
             attentions,
-            functools.partial(
-                TransformerBlock,
-                dim=self.dim,
-                mlp_dim=self.mlp_dim,
-                attention_dropout=self.attention_dropout,
-                dropout=self.dropout,
-                dtype=self.dtype,
-                norm_eps=self.norm_eps,
-                activation=self.activation,
-                norm_type=self.norm_type,
-                mlp_bias=self.mlp_bias,
-            ),
+            block_of(self),
             positions=make_position(name="position").per_layer(positions, 0),
             scan=self.scan_layers,
             grid=None,

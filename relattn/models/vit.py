@@ -7,7 +7,6 @@ before the head. `SIZES` has the sizes A, B and C of Translution.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -22,8 +21,8 @@ from relattn.nn.attention_pool import AttentionPool
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
-    TransformerBlock,
     at_precision,
+    block_of,
     make_norm,
     transformer_blocks,
 )
@@ -200,34 +199,12 @@ class ViT(nn.Module):
         Returns:
             Logits, float32, shape ``[batch, num_classes]``; without a head
             ``[batch, dim]``, or ``[batch, 2 dim]`` with ``pool="cls_mean"``.
+
+        Raises:
+            ValueError: If an attribute is invalid, or does not fit the images or the
+                mask.
         """
-        if images.ndim < 4:
-            raise ValueError(
-                f"images have shape {images.shape}, expected [batch, height, width, "
-                "channels]: add the axis of the batch, images[None]"
-            )
-        check_choice("head", self.head, HEADS)
-        check_choice("pool", self.pool, POOLS)
-        if self.pool.startswith("cls") and not self.has_class_token:
-            raise ValueError(
-                f"pool={self.pool!r} reads the CLS token, which class_token=False "
-                "leaves out: choose pool='mean' or class_token=True"
-            )
-        if self.num_registers < 0:
-            raise ValueError(
-                f"num_registers must be at least 0, got {self.num_registers}"
-            )
-        check_choice("anchor", self.anchor, ANCHORS)
-        if key_mask is not None and self.anchor != "none":
-            raise ValueError(
-                "the anchor rolls the patches, which key_mask does not follow: "
-                "leave out key_mask, or choose anchor='none'"
-            )
-        if self.anchor != "none" and images.ndim != 4:
-            raise ValueError(
-                "the anchor rolls images along their height and width: choose "
-                "anchor='none' for volumes"
-            )
+        self._check(images, key_mask)
         attentions, make_position = layer_attentions(
             self.attention,
             self.position,
@@ -262,18 +239,7 @@ class ViT(nn.Module):
         # x + p, for encodings that act on tokens; CLS has no position.
         position = make_position(name="position")
         x = position.add_to_tokens(x, grid)
-        # CLS, the first token, and the registers are the same for all images.
-        prefix = []
-        if self.has_class_token:
-            prefix.append(self._tokens("cls", 1))
-        if self.num_registers:
-            prefix.append(self._tokens("registers", self.num_registers))
-        prefix = [
-            jnp.broadcast_to(tokens.astype(x.dtype), (x.shape[0], *tokens.shape[1:]))
-            for tokens in prefix
-        ]
-        if prefix:
-            x = jnp.concatenate([*prefix, x], axis=1)
+        x = self._prepend_prefix(x)
         if self.pre_norm:
             x = norm(name="pre_norm")(x)
         # Keys include prefix tokens.
@@ -286,18 +252,7 @@ class ViT(nn.Module):
         x = transformer_blocks(
             x,
             attentions,
-            functools.partial(
-                TransformerBlock,
-                dim=self.dim,
-                mlp_dim=self.mlp_dim,
-                attention_dropout=self.attention_dropout,
-                dropout=self.dropout,
-                dtype=self.dtype,
-                norm_eps=self.norm_eps,
-                activation=self.activation,
-                norm_type=self.norm_type,
-                mlp_bias=self.mlp_bias,
-            ),
+            block_of(self),
             positions=position.per_layer(grid, self.num_prefix),
             scan=self.scan_layers,
             grid=grid,
@@ -307,7 +262,7 @@ class ViT(nn.Module):
             drop_path=self.drop_path,
             deterministic=deterministic,
         )
-        # The head reads norm(CLS), or the mean of the normalised patch tokens.
+        # norm(CLS), or the mean of the normalised patch tokens.
         if self.pool == "cls":
             x = x[:, 0]
         if self.final_norm and not self.fc_norm:
@@ -316,16 +271,66 @@ class ViT(nn.Module):
             x = self._pool(x, key_mask)
         if self.final_norm and self.fc_norm:
             x = norm(name="norm")(x)
-        x = x.astype(jnp.float32)
+        return self._classify(x.astype(jnp.float32))
+
+    @nn.nowrap
+    def _check(self, images: Array, key_mask: Array | None) -> None:
+        """Raises ValueError if attributes, images and mask do not fit together."""
+        if images.ndim < 4:
+            raise ValueError(
+                f"images have shape {images.shape}, expected [batch, height, width, "
+                "channels]: add the axis of the batch, images[None]"
+            )
+        check_choice("head", self.head, HEADS)
+        check_choice("pool", self.pool, POOLS)
+        if self.pool.startswith("cls") and not self.has_class_token:
+            raise ValueError(
+                f"pool={self.pool!r} reads the CLS token, which class_token=False "
+                "leaves out: choose pool='mean' or class_token=True"
+            )
+        if self.num_registers < 0:
+            raise ValueError(
+                f"num_registers must be at least 0, got {self.num_registers}"
+            )
+        check_choice("anchor", self.anchor, ANCHORS)
+        if key_mask is not None and self.anchor != "none":
+            raise ValueError(
+                "the anchor rolls the patches, which key_mask does not follow: "
+                "leave out key_mask, or choose anchor='none'"
+            )
+        if self.anchor != "none" and images.ndim != 4:
+            raise ValueError(
+                "the anchor rolls images along their height and width: choose "
+                "anchor='none' for volumes"
+            )
+
+    def _prepend_prefix(
+        self, x: Float[Array, "batch patches dim"]
+    ) -> Float[Array, "batch n dim"]:
+        """Puts CLS and the registers, the same for all images, before the patches."""
+        prefix = []
+        if self.has_class_token:
+            prefix.append(self._tokens("cls", 1))
+        if self.num_registers:
+            prefix.append(self._tokens("registers", self.num_registers))
+        prefix = [
+            jnp.broadcast_to(tokens.astype(x.dtype), (x.shape[0], *tokens.shape[1:]))
+            for tokens in prefix
+        ]
+        return jnp.concatenate([*prefix, x], axis=1) if prefix else x
+
+    def _classify(
+        self, x: Float[Array, "batch features"]
+    ) -> Float[Array, "batch outputs"]:
+        """Applies the head, if there is one, to what it reads."""
         if not self.num_classes:
             return x
-        # Logits, in float32.
         if self.head == "mlp":
             x = nn.gelu(Linear(self.mlp_dim, name="hidden")(x), approximate=False)
         return Linear(self.num_classes, name="head")(x)
 
     def _tokens(self, name: str, count: int) -> Float[Array, "1 {count} dim"]:
-        """Learned tokens, the same for all images."""
+        """Returns learned tokens."""
         return self.param(name, nn.initializers.normal(1.0), (1, count, self.dim))
 
     def _pool(
@@ -400,7 +405,7 @@ class Performer(ViT):
 class Linformer(Performer):
     """The pixel Linformer: `Performer` with attention to projected keys and values.
 
-    A baseline of Horn et al. That of their notebooks has one patch of 32x32 pixels
+    A baseline of Horn et al. The one in their notebooks has one patch of 32x32 pixels
     (`relattn.models.cnn.PUBLISHED_BASELINES`); this one has pixels as tokens, like
     their Performers. Horn et al. state 10.2M parameters; the sizes are our choice: 5
     layers of width 384, and, as in their Performers, heads of 32, an MLP of four times

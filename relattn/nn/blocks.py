@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
@@ -165,9 +166,9 @@ class Linear(nn.Module):
 class Dropout(nn.Module):
     """Sets elements to zero at random, and divides the others by their share.
 
-    A random byte decides about an element, so the rate is rounded to a multiple of
-    1/256. Random bits take most of the time of `flax.linen.Dropout` on CPUs, where it
-    is three times slower.
+    One random byte decides whether an element is dropped, so the rate is rounded to a
+    multiple of 1/256. On CPUs `flax.linen.Dropout` spends most of its time on random
+    bits, and is three times slower.
 
     Attributes:
         rate: Share of the elements that are set to zero.
@@ -343,7 +344,7 @@ class TransformerBlock(nn.Module):
         dropout: Dropout rate of the feed-forward network.
         dtype: Compute dtype.
         norm_eps: The norms' constant added to the variance.
-        activation: That of `FeedForward`.
+        activation: See `FeedForward`.
         norm_type: ``"layer_norm"`` or ``"rms_norm"``, see `make_norm`.
         mlp_bias: Whether the feed-forward network has biases.
     """
@@ -405,6 +406,23 @@ class TransformerBlock(nn.Module):
             name="feed_forward",
         )(norm(name="feed_forward_norm")(x), deterministic=deterministic)
         return x + DropPath()(y, drop_path, deterministic=deterministic)
+
+
+def block_of(model: nn.Module) -> functools.partial:
+    """Returns the constructor of a model's blocks; call it with the attention.
+
+    Args:
+        model: A model with the attributes of `TransformerBlock`, other than
+            ``attention``, under the same names.
+
+    Returns:
+        A constructor of `TransformerBlock`.
+    """
+    fields = {field.name for field in dataclasses.fields(TransformerBlock)}
+    names = sorted(fields - {"attention", "parent", "name"})
+    return functools.partial(
+        TransformerBlock, **{name: getattr(model, name) for name in names}
+    )
 
 
 def transformer_blocks(

@@ -292,71 +292,98 @@ class LorTranslutionAttention(OffsetAttention):
         self, x: Float[Array, "batch n dim"], context: Context
     ) -> Float[Array, "batch heads n head_dim"]:
         """Computes the heads' outputs."""
-        plain, head_dim = (None, None, None), self.head_dim
-        if self.base:
-            q, k, v = (self.project(x, self.num_heads, name) for name in "qkv")
-            q, k = self.with_position(q, k, x, context)
-            v = self.widen_values(v, x, context)
-            plain, head_dim = (q, k, v), q.shape[-1]
-        elif context.position is not None:
-            raise ValueError(
-                "attention 'lor_translution' with base=False has no plain queries, "
-                "keys and values for the position to act on: choose base=True or "
-                "position='none'"
-            )
-        inner = self.rank * self.num_heads
-        shape = (inner, self.num_heads, self.rank)
-        scored = "q" in self.relative or "k" in self.relative
-        parts = {"q": scored, "k": scored, "v": "v" in self.relative}
-        low_q, low_k, low_v = (
-            self._linear(inner, f"low_{name}")(x) if parts[name] else None
-            for name in "qkv"
-        )
+        plain, head_dim = self._project_plain(x, context)
+        low, tables = self._project_low(x, context)
         position = context.position
-        if low_q is not None and position is not None and position.keeps_scores:
+        if low[0] is not None and position is not None and position.keeps_scores:
             # q . k has this factor too, against the root of its width in the scale.
-            low_q = low_q * (head_dim / self.head_dim) ** 0.5
-        low = (low_q, low_k, low_v)
-        same = jnp.eye(inner, dtype=self.dtype).reshape(shape)
-        q_table, k_table, v_table = (
-            self.offset_table(name, shape, 1 / inner, context)
-            if name in self.relative
-            else (same if parts[name] else None)
-            for name in "qkv"
-        )
-        tables = (q_table, k_table, v_table)
-        options: dict[str, Any] = {"scale": head_dim**-0.5, "average": self.average}
-        past = None
-        if context.index is not None:
-            past = self.update_caches(plain, low, context)
-        if past is not None and x.shape[-2] == 1:
-            out, low_out = self.attend_one(past, tables, options, context)
-        else:
-            if context.key_mask is not None:
-                options["key_mask"] = context.key_mask[:, 0]
-            index = self.table_index(x.shape[-2], context)
-            if self.sows_weights:
-                zeros = jnp.zeros(
-                    (x.shape[0], self.num_heads, x.shape[1], 1), self.dtype
-                )
-                q, k = plain[:2] if self.base else (zeros, zeros)
-                scaled = options | {"average": self.average and self.base}
-                scores = (*low[:2], None), (*tables[:2], None)
-                self.sow_low_rank_weights(q, k, *scores, index, scaled)
-            out, low_out = kernels.lor_translution(
-                plain, low, tables, index=index, **options
-            )
+            low = (low[0] * (head_dim / self.head_dim) ** 0.5, *low[1:])
+        options = {"scale": head_dim**-0.5, "average": self.average}
+        out, low_out = self._attend_both(plain, low, tables, options, context)
         if out is not None:
             out = self.combine_values(out, context)
         if low_out is None:
             assert out is not None
             return out
+        low_out = self._widen_low(low_out)
+        return low_out if out is None else out + low_out
+
+    def _project_plain(self, x: Array, context: Context) -> tuple[tuple, int]:
+        """Returns the plain queries, keys and values, or None, and the queries' width.
+
+        Their position has been applied.
+        """
+        if self.base:
+            q, k, v = (self.project(x, self.num_heads, name) for name in "qkv")
+            q, k = self.with_position(q, k, x, context)
+            return (q, k, self.widen_values(v, x, context)), q.shape[-1]
+        if context.position is not None:
+            raise ValueError(
+                "attention 'lor_translution' with base=False has no plain queries, "
+                "keys and values for the position to act on: choose base=True or "
+                "position='none'"
+            )
+        return (None, None, None), self.head_dim
+
+    def _project_low(self, x: Array, context: Context) -> tuple[tuple, tuple]:
+        """Returns the tokens of the low-rank part, x W1, and its tables W2.
+
+        Each is for queries, keys and values, or None. A table that does not depend on
+        the offset is the identity.
+        """
+        inner = self.rank * self.num_heads
+        shape = (inner, self.num_heads, self.rank)
+        scored = "q" in self.relative or "k" in self.relative
+        parts = {"q": scored, "k": scored, "v": "v" in self.relative}
+        low = tuple(
+            self._linear(inner, f"low_{name}")(x) if parts[name] else None
+            for name in "qkv"
+        )
+        same = jnp.eye(inner, dtype=self.dtype).reshape(shape)
+        tables = tuple(
+            self.offset_table(name, shape, 1 / inner, context)
+            if name in self.relative
+            else (same if parts[name] else None)
+            for name in "qkv"
+        )
+        return low, tables
+
+    def _attend_both(
+        self,
+        plain: tuple,
+        low: tuple,
+        tables: tuple,
+        options: dict[str, Any],
+        context: Context,
+    ) -> tuple[Array | None, Array | None]:
+        """Computes the plain and the low-rank outputs; caches and sows, if asked to."""
+        given = low[0] if plain[0] is None else plain[0]
+        num_tokens = given.shape[-2]
+        if context.index is not None:
+            past = self.update_caches(plain, low, context)
+            if num_tokens == 1:
+                return self.attend_one(past, tables, options, context)
+        if context.key_mask is not None:
+            options = options | {"key_mask": context.key_mask[:, 0]}
+        index = self.table_index(num_tokens, context)
+        if self.sows_weights:
+            shape = (given.shape[0], self.num_heads, num_tokens, 1)
+            zeros = jnp.zeros(shape, self.dtype)
+            q, k = plain[:2] if self.base else (zeros, zeros)
+            scaled = options | {"average": self.average and self.base}
+            scores = (*low[:2], None), (*tables[:2], None)
+            self.sow_low_rank_weights(q, k, *scores, index, scaled)
+        return kernels.lor_translution(plain, low, tables, index=index, **options)
+
+    def _widen_low(
+        self, low_out: Float[Array, "batch heads n rank"]
+    ) -> Float[Array, "batch heads n head_dim"]:
+        """Applies W3 to the low-rank outputs of all heads."""
         low_out = low_out.swapaxes(-2, -3)
-        low_out = low_out.reshape(*low_out.shape[:-2], inner)
+        low_out = low_out.reshape(*low_out.shape[:-2], self.num_heads * self.rank)
         low_out = self._linear(self.num_heads * self.head_dim, "low_out")(low_out)
         low_out = low_out.reshape(*low_out.shape[:-1], self.num_heads, self.head_dim)
-        low_out = low_out.swapaxes(-2, -3)
-        return low_out if out is None else out + low_out
+        return low_out.swapaxes(-2, -3)
 
     def update_caches(self, plain: tuple, low: tuple, context: Context) -> tuple:
         """Caches keys and values; returns (q_i, k, v), plain and low-rank."""

@@ -237,53 +237,15 @@ def make_train_step(
             f"config.accumulate_steps must be at least 1, got {accumulate_steps}"
         )
 
-    label_loss = cross_entropy
-    if label_smoothing:
-        label_loss = functools.partial(
-            smoothed_cross_entropy, smoothing=label_smoothing
-        )
-
-    def prepare(batch: Batch) -> Array:
-        inputs = preprocess(batch)
-        if erase is None:
-            return inputs
-        return _erase_parts(inputs, batch["erase_key"], erase)
-
-    def gradients(
-        state: TrainState, batch: Batch, key: Key[Array, ""], mix_key: Key[Array, ""]
-    ) -> tuple[Any, Metrics, Any]:
-        inputs, label = prepare(batch), batch["label"]
-        targets = [(1.0, label)]
-        if mix is not None:
-            previous = batch["previous"]
-            *_, height, width, _ = inputs.shape
-            mask = mix(mix_key, (height, width))[..., None]
-            inputs = mask * inputs + (1 - mask) * prepare(previous)
-            share = mask.mean()
-            targets = [(share, label), (1 - share, previous["label"])]
-            label = jnp.where(share < 0.5, previous["label"], label)
-
-        def loss_fn(params: Any) -> tuple[Array, tuple[Metrics, Any]]:
-            if frozen is not None:
-                params = hold(params, frozen(params))
-            logits, updated = model.apply(
-                {"params": params, **state.collections},
-                inputs,
-                deterministic=False,
-                rngs={"dropout": key},
-                mutable=["intermediates", "batch_stats"],
-            )
-            loss = sum(
-                weight * label_loss(logits, target).mean() for weight, target in targets
-            )
-            means = {name: count_metric(name, logits, label).mean() for name in metrics}
-            means |= scalars(updated.get("intermediates", {}))
-            return cast(Array, loss), (means, updated.get("batch_stats", {}))
-
-        (loss, (means, batch_stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            state.params
-        )
-        return grads, {**means, "loss": loss}, batch_stats
+    gradients = _make_gradients(
+        model,
+        preprocess,
+        mix=mix,
+        erase=erase,
+        label_smoothing=label_smoothing,
+        frozen=frozen,
+        metrics=metrics,
+    )
 
     def train_step(
         state: TrainState, batch: Batch, key: Key[Array, ""]
@@ -335,6 +297,71 @@ def make_train_step(
         return new_state, measured
 
     return train_step
+
+
+def _make_gradients(
+    model: nn.Module,
+    preprocess: Callable[[Batch], Array],
+    *,
+    mix: Mix | None,
+    erase: Erase | None,
+    label_smoothing: float,
+    frozen: Callable[[Any], Any] | None,
+    metrics: Sequence[str],
+) -> Callable[[TrainState, Batch, Array, Array], tuple[Any, Metrics, Any]]:
+    """Makes the function of gradients, metrics and statistics; see `make_train_step`.
+
+    It takes the state, a batch or micro-batch, the dropout key and the key of ``mix``.
+    """
+    label_loss = cross_entropy
+    if label_smoothing:
+        label_loss = functools.partial(
+            smoothed_cross_entropy, smoothing=label_smoothing
+        )
+
+    def prepare(batch: Batch) -> Array:
+        inputs = preprocess(batch)
+        if erase is None:
+            return inputs
+        return _erase_parts(inputs, batch["erase_key"], erase)
+
+    def gradients(
+        state: TrainState, batch: Batch, key: Key[Array, ""], mix_key: Key[Array, ""]
+    ) -> tuple[Any, Metrics, Any]:
+        inputs, label = prepare(batch), batch["label"]
+        targets = [(1.0, label)]
+        if mix is not None:
+            previous = batch["previous"]
+            *_, height, width, _ = inputs.shape
+            mask = mix(mix_key, (height, width))[..., None]
+            inputs = mask * inputs + (1 - mask) * prepare(previous)
+            share = mask.mean()
+            targets = [(share, label), (1 - share, previous["label"])]
+            label = jnp.where(share < 0.5, previous["label"], label)
+
+        def loss_fn(params: Any) -> tuple[Array, tuple[Metrics, Any]]:
+            if frozen is not None:
+                params = hold(params, frozen(params))
+            logits, updated = model.apply(
+                {"params": params, **state.collections},
+                inputs,
+                deterministic=False,
+                rngs={"dropout": key},
+                mutable=["intermediates", "batch_stats"],
+            )
+            loss = sum(
+                weight * label_loss(logits, target).mean() for weight, target in targets
+            )
+            means = {name: count_metric(name, logits, label).mean() for name in metrics}
+            means |= scalars(updated.get("intermediates", {}))
+            return cast(Array, loss), (means, updated.get("batch_stats", {}))
+
+        (loss, (means, batch_stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            state.params
+        )
+        return grads, {**means, "loss": loss}, batch_stats
+
+    return gradients
 
 
 def _erase_parts(inputs: Array, keys: Array, erase: Erase) -> Array:
@@ -548,7 +575,7 @@ def average_draws(
 
     Args:
         apply: Maps variables and inputs to logits.
-        variables: Those of the model; every random projection has a leading axis of
+        variables: The model's variables; every random projection has a leading axis of
             draws, as `draw_features` returns it.
         inputs: Inputs of the model.
 

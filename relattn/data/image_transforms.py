@@ -7,6 +7,7 @@ Pillow images: bilinear, with antialiasing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -218,13 +219,17 @@ class Operation:
 
     Attributes:
         value: Returns the strength for (magnitude, width, height).
-        signed: True if the strength is negated with probability 1/2.
         apply: Applies the operation to (image, strength).
+        signed: Whether the strength is negated with probability 1/2.
     """
 
     value: Callable[[int, int, int], float]
-    signed: bool
     apply: Callable[[Image.Image, float], Image.Image]
+    signed: bool
+
+
+_signed = functools.partial(Operation, signed=True)
+_unsigned = functools.partial(Operation, signed=False)
 
 
 def _affine(image: Image.Image, *inverse: float | int) -> Image.Image:
@@ -243,44 +248,38 @@ def _up_to(limit: float) -> Callable[[int, int, int], float]:
 
 
 OPERATIONS = {
-    "identity": Operation(_up_to(0.0), False, lambda image, _: image),
-    "shear_x": Operation(
-        _up_to(0.3), True, lambda image, value: _affine(image, 1, value, 0, 0, 1, 0)
+    "identity": _unsigned(_up_to(0.0), lambda image, _: image),
+    "shear_x": _signed(
+        _up_to(0.3), lambda image, value: _affine(image, 1, value, 0, 0, 1, 0)
     ),
-    "shear_y": Operation(
-        _up_to(0.3), True, lambda image, value: _affine(image, 1, 0, 0, value, 1, 0)
+    "shear_y": _signed(
+        _up_to(0.3), lambda image, value: _affine(image, 1, 0, 0, value, 1, 0)
     ),
-    "translate_x": Operation(
+    "translate_x": _signed(
         lambda magnitude, width, height: 150 / 331 * width * magnitude / MAX_MAGNITUDE,
-        True,
         lambda image, value: _affine(image, 1, 0, -int(value), 0, 1, 0),
     ),
-    "translate_y": Operation(
+    "translate_y": _signed(
         lambda magnitude, width, height: 150 / 331 * height * magnitude / MAX_MAGNITUDE,
-        True,
         lambda image, value: _affine(image, 1, 0, 0, 0, 1, -int(value)),
     ),
-    "rotate": Operation(_up_to(30.0), True, lambda image, value: image.rotate(value)),
-    "brightness": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Brightness)),
-    "color": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Color)),
-    "contrast": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Contrast)),
-    "sharpness": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Sharpness)),
-    "posterize": Operation(
+    "rotate": _signed(_up_to(30.0), lambda image, value: image.rotate(value)),
+    "brightness": _signed(_up_to(0.9), _enhance(ImageEnhance.Brightness)),
+    "color": _signed(_up_to(0.9), _enhance(ImageEnhance.Color)),
+    "contrast": _signed(_up_to(0.9), _enhance(ImageEnhance.Contrast)),
+    "sharpness": _signed(_up_to(0.9), _enhance(ImageEnhance.Sharpness)),
+    "posterize": _unsigned(
         # Number of bits kept, an integer: 8 down to 4.
         lambda magnitude, width, height: 8 - round(4 * magnitude / MAX_MAGNITUDE),
-        False,
         lambda image, value: ImageOps.posterize(image, int(value)),
     ),
-    "solarize": Operation(
+    "solarize": _unsigned(
         # Values from this threshold on are inverted: only white at magnitude 0.
         lambda magnitude, width, height: 255 - 255 * magnitude / MAX_MAGNITUDE,
-        False,
         ImageOps.solarize,  # pyright: ignore[reportArgumentType]: it only compares.
     ),
-    "autocontrast": Operation(
-        _up_to(0.0), False, lambda image, _: ImageOps.autocontrast(image)
+    "autocontrast": _unsigned(
+        _up_to(0.0), lambda image, _: ImageOps.autocontrast(image)
     ),
-    "equalize": Operation(
-        _up_to(0.0), False, lambda image, _: ImageOps.equalize(image)
-    ),
+    "equalize": _unsigned(_up_to(0.0), lambda image, _: ImageOps.equalize(image)),
 }

@@ -8,7 +8,7 @@ import gc
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grain
 import jax
@@ -61,6 +61,15 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NUM_STEPS = 2**40
 
 
+class _Options(NamedTuple):
+    """Checked options of photographs, see `load_data`."""
+
+    image_size: int
+    short_side: int
+    augment: str
+    num_workers: int
+
+
 def open_streamed(config: ConfigDict, folder: Path, entry: ImageSet) -> StreamedImages:
     """Opens a prepared set of photographs.
 
@@ -90,7 +99,15 @@ def open_streamed(config: ConfigDict, folder: Path, entry: ImageSet) -> Streamed
         )
     assert train is not None
     origin = describe_origin(config.name, folder)
-    return _make_streamed(config, options, train, test, class_names, origin, validation)
+    return _make_streamed(
+        config,
+        options,
+        train=train,
+        validation=validation,
+        test=test,
+        class_names=class_names,
+        origin=origin,
+    )
 
 
 def open_list(config: ConfigDict, listed: ImageList) -> StreamedImages:
@@ -123,23 +140,25 @@ def open_list(config: ConfigDict, listed: ImageList) -> StreamedImages:
     return _make_streamed(
         config,
         options,
-        train,
-        test if listed.test else None,
-        listed.class_names,
-        listed.origin,
-        validation if listed.validation else None,
+        train=train,
+        validation=validation if listed.validation else None,
+        test=test if listed.test else None,
+        class_names=listed.class_names,
+        origin=listed.origin,
     )
 
 
 def _make_streamed(
     config: ConfigDict,
-    options: tuple[int, int, str, int],
+    options: _Options,
+    *,
     train: Photographs,
+    validation: Photographs | None,
     test: Photographs | None,
     class_names: tuple[str, ...],
     origin: str,
-    validation: Photographs | None = None,
 ) -> StreamedImages:
+    """Makes the data; holds out training images if there are none for validation."""
     size, side, augment, num_workers = options
     num_validation = config.get("num_validation", 0)
     if validation is None:
@@ -169,8 +188,8 @@ def _make_streamed(
     return StreamedImages(info, train, splits, augment, num_workers)
 
 
-def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
-    """Returns the checked image_size, short_side, augment and num_workers."""
+def _read_options(config: ConfigDict) -> _Options:
+    """Reads and checks the options of photographs."""
     size, num_workers = config.get("image_size", 224), config.get("num_workers", 0)
     side = short_side(config)
     if not 1 <= size <= side:
@@ -191,7 +210,7 @@ def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
         augment, AUGMENTATIONS, "data.augment", reserved=("image", "rng")
     )
     function(Image.new("RGB", (1, 1)), rng=np.random.default_rng(0))
-    return size, side, augment, num_workers
+    return _Options(size, side, augment, num_workers)
 
 
 def _open_split(

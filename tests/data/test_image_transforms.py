@@ -1,6 +1,7 @@
 """Crops, flips and RandAugment of Pillow images."""
 
 import collections
+import dataclasses
 import math
 
 import numpy as np
@@ -246,7 +247,7 @@ def test_operations_and_signs_are_drawn_uniformly(image, monkeypatch):
             counts[name, value < 0] += 1
             return image
 
-        recorder = type(operation)(operation.value, operation.signed, record)
+        recorder = dataclasses.replace(operation, apply=record)
         monkeypatch.setitem(OPERATIONS, name, recorder)
     rng = np.random.default_rng(0)
     for _ in range(700):

@@ -105,8 +105,15 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
                 corners=np.stack(corners, axis=1).astype(np.int32),
             )
         )
-    slots = _number(buckets, shape)
-    return Plan(shape, False, tuple(padding.tolist()), tuple(buckets), *slots)
+    slot_of_pair, pair_of_slot = _number(buckets, shape)
+    return Plan(
+        shape=shape,
+        periodic=False,
+        padding=tuple(padding.tolist()),
+        buckets=tuple(buckets),
+        slot_of_pair=slot_of_pair,
+        pair_of_slot=pair_of_slot,
+    )
 
 
 def _torus_plan(shape):
@@ -116,9 +123,15 @@ def _torus_plan(shape):
     rows = np.stack([o @ _strides(shape) for o in (offsets, negatives)], axis=1)
     corners = np.stack([np.zeros_like(offsets), negatives], axis=1)
     bucket = Bucket(shape, rows.astype(np.int32), corners.astype(np.int32))
-    padding = tuple(size - 1 for size in shape)
-    slots = _number([bucket], shape, periodic=True)
-    return Plan(shape, True, padding, (bucket,), *slots)
+    slot_of_pair, pair_of_slot = _number([bucket], shape, periodic=True)
+    return Plan(
+        shape=shape,
+        periodic=True,
+        padding=tuple(size - 1 for size in shape),
+        buckets=(bucket,),
+        slot_of_pair=slot_of_pair,
+        pair_of_slot=pair_of_slot,
+    )
 
 
 def _strides(sizes):

@@ -15,11 +15,11 @@ from relattn.data.base import CACHED_EPOCHS, Batch, EvalSplit
 from relattn.data.images import ImageData, ImageSplit
 from relattn.messages import check_choice, shorten
 
-# Of the test images, and of all others.
+# Placements of test images, and of all images.
 TESTS = ("static", "dynamic")
 PLACEMENTS = (*TESTS, "dynamic_once")
 # Random streams, distinct from the batch order's [seed, epoch] and from
-# `relattn.data.images.DRAWS`.
+# `relattn.data.images.AUGMENTATION`.
 TRAINING, EVALUATION = 1, 2
 # Limit for the evaluation images, which are placed once and stay in memory.
 MAX_EVAL_BYTES = 2**34

@@ -30,7 +30,7 @@ from relattn.messages import shorten
 # Limits the temporary int64 copy of a chunk to about 100 MB.
 CHUNK_BYTES = 2**24
 # Random stream of the augmentation, distinct from the batch order's [seed, epoch].
-DRAWS = 3
+AUGMENTATION = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -338,7 +338,7 @@ def _check_split(
 @functools.lru_cache(maxsize=CACHED_EPOCHS)
 def _epoch_draws(num_images: int, seed: int, epoch: int) -> np.ndarray:
     """Draws the random numbers that augment each image in an epoch."""
-    rng = np.random.default_rng([seed, epoch, DRAWS])
+    rng = np.random.default_rng([seed, epoch, AUGMENTATION])
     draws = rng.random((num_images, NUM_DRAWS), np.float32)
     draws.setflags(write=False)
     return draws

@@ -99,7 +99,7 @@ class LayerPosition:
 
 
 @flax.struct.dataclass
-class LayerPositions(LayerPosition):
+class ScoreAndValuePosition(LayerPosition):
     """Two encodings of one layer: of queries, keys or scores, and of values.
 
     Attributes:
@@ -124,9 +124,11 @@ class LayerPositions(LayerPosition):
         """Applies the second encoding to outputs."""
         return self.values.combine_values(out)
 
-    def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> LayerPositions:
+    def slice(
+        self, start: Int[Array, ""] | int, num_tokens: int
+    ) -> ScoreAndValuePosition:
         """Returns the encodings of ``num_tokens`` tokens from position ``start`` on."""
-        return LayerPositions(
+        return ScoreAndValuePosition(
             self.scores.slice(start, num_tokens), self.values.slice(start, num_tokens)
         )
 
@@ -187,7 +189,7 @@ def check_same_waves(
     Args:
         position: The position encoding, for the message.
         old: Size of each axis, in tokens.
-        new: The same of the other grid.
+        new: Size of each axis of the other grid.
         num_frequencies: Number of waves.
 
     Raises:
@@ -380,7 +382,7 @@ class PositionSum(Position):
         found = [layers for layers in found if layers is not None]
         if len(found) < 2:
             return found[0] if found else None
-        return [LayerPositions(*both) for both in zip(*found, strict=True)]
+        return [ScoreAndValuePosition(*both) for both in zip(*found, strict=True)]
 
     @nn.nowrap
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:

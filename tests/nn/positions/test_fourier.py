@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relattn import offsets
-from relattn.nn.positions.base import LayerPositions
+from relattn.nn.positions.base import ScoreAndValuePosition
 from relattn.nn.registry import ATTENTIONS, POSITIONS, build
 from relattn.offsets import Torus
 from tests import reference
@@ -270,7 +270,7 @@ def test_a_sum_has_an_encoding_of_scores_and_one_of_values():
 
     def arrays(encoding):
         both = layer(encoding)
-        assert isinstance(both, LayerPositions)
+        assert isinstance(both, ScoreAndValuePosition)
         return both.scores.angles, both.values.waves
 
     angles, waves = jax.eval_shape(arrays, encoding)

@@ -22,7 +22,7 @@ from tests.mechanisms.base import (
     N,
 )
 
-WAVES, DIM, RANK, EVEN_VALUE_DIM = 2, 3, 2, 8
+WAVES, DIM, RANK, EVEN_VALUE_DIM = 3, 6, 4, 8
 LINE = offsets.grid_positions((N,))
 PLANE = offsets.grid_positions(GRID, NUM_PREFIX)
 SPACE = offsets.grid_positions(VOLUME, NUM_PREFIX)

@@ -20,7 +20,7 @@ from tests.mechanisms.base import (
     N,
 )
 
-LOW, RANK, CLIP = 3, 2, 1
+LOW, RANK, CLIP = 3, 4, 1
 GRID_TABLE = (offsets.num_table_rows(GRID, NUM_PREFIX),)
 CAUSAL_TABLE = (N + 6,)
 PAIR_TABLE = (N, N)

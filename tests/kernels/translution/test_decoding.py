@@ -9,7 +9,7 @@ import pytest
 from relattn import kernels
 from tests.helpers.quick import normal, run
 
-BATCH, N, DIM, HEADS, HEAD_DIM, INNER, RANK = 2, 7, 5, 2, 3, 4, 2
+BATCH, N, DIM, HEADS, HEAD_DIM, INNER, RANK = 6, 7, 5, 2, 3, 4, 8
 
 
 def _table(seed, *shape, of, relative):

@@ -12,7 +12,7 @@ from tests import reference
 from tests.helpers import compare
 from tests.helpers.quick import normal
 
-HEADS, HEAD_DIM, INNER, RANK = 2, 5, 3, 2
+HEADS, HEAD_DIM, INNER, RANK = 2, 5, 3, 4
 
 
 def _inputs(length, rows, relative="qkv"):

@@ -12,7 +12,7 @@ from tests import reference
 from tests.helpers import compare
 from tests.helpers.quick import normal, run
 
-N, DIM, HEADS, HEAD_DIM, RANK = 7, 5, 2, 3, 2
+N, DIM, HEADS, HEAD_DIM, RANK = 7, 5, 2, 3, 4
 
 
 def _tables(*shape, relative="qkv"):

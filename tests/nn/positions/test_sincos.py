@@ -11,7 +11,7 @@ from relattn.nn.positions import sincos
 from tests.helpers.quick import normal, quick_jit, run
 
 GRID = (3, 5)
-DIM, HEADS, LAYERS, BATCH, HEAD_DIM = 12, 2, 3, 2, 7
+DIM, HEADS, LAYERS, BATCH, HEAD_DIM = 12, 2, 3, 4, 7
 
 
 def init_with_output(module, tokens):

@@ -51,7 +51,7 @@ _LONG = {"num_heads": 8, "head_dim": 64, "num_features": 256}
 _TOKENS = 65536
 _WIDE = {"num_heads": 3, "head_dim": 64}
 _STEPS_PER_RUN = 10
-# A filled batch takes this share of the memory: other rows need some beside it.
+# A filled batch takes this share of the memory: other rows need the rest.
 _FILLED = 0.25
 _MOST_EXAMPLES = 4096
 # Rows that are compiled at a time, and how long the first ones wait for the others.

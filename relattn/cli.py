@@ -183,7 +183,7 @@ def eval_shift(
     add(
         "--classes",
         default="1",
-        help="a class, by its number or name, that has curves beside those of all "
+        help="a class, by number or name, that has its own curves next to those of all "
         "classes, from the test images that can move max_shift pixels both ways; or "
         "all: every image at the shifts that it allows, without curves of a class",
     )

@@ -156,7 +156,7 @@ def _open_streams() -> None:
 
 
 def _flush_output() -> None:
-    """Writes what was printed, of which Python would report errors after its end.
+    """Writes what was printed; Python would report its errors after the end.
 
     Raises:
         OSError: If it cannot be written, such as to a full disk or a closed pipe.
@@ -217,7 +217,7 @@ def keep_heap() -> None:
 
 
 def _only_cpus() -> bool:
-    """Whether JAX will choose CPUs, without starting its client."""
+    """Returns whether JAX will choose CPUs, without starting its client."""
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if platforms:
         return platforms == "cpu"
@@ -314,7 +314,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def _check_repeated(self, words: Sequence[str]) -> None:
-        """Refuses an option that is given twice, of which argparse keeps the last."""
+        """Refuses an option that is given twice; argparse would keep the last."""
         seen = set()
         for word in words:
             name = word.partition("=")[0]
@@ -462,7 +462,7 @@ def lacks_resources(error: BaseException | None) -> bool:
     It says nothing about the file that was read meanwhile, which is not damaged.
 
     Args:
-        error: A caught exception, of which the causes count too.
+        error: A caught exception; its causes count too.
 
     Example:
         >>> lacks_resources(OSError(errno.EMFILE, "Too many open files"))
@@ -543,7 +543,7 @@ def explain_no_backend(error: BaseException) -> str | None:
 
 
 def _raised_in(error: BaseException, name: str) -> bool:
-    """Whether an error was raised in a file of this name."""
+    """Returns whether an error was raised in a file of this name."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -216,7 +216,7 @@ def _read_parts(path):
         # An index that names itself would never end.
         if not name or name != Path(name).name or name.endswith(".json"):
             raise ValueError(f"{path} names {shorten(name)}: parts are files beside it")
-        # Of the path's checks, this one takes any name.
+        # Unlike `Path.is_file`, it takes any name.
         if not os.path.isfile(path.with_name(name)):
             raise ValueError(
                 f"{path} names {shorten(name)}, but there is no such file beside it"

@@ -38,7 +38,7 @@ from relattn.models.targets import to_library
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 STABLEHLO, ONNX = "model.stablehlo", "model.onnx"
-# Of the largest output: other programs round otherwise.
+# A share of the largest output: other programs round differently.
 _BOUND = 1e-4
 # Sizes of the batches that are compared; one size would not show that it is fixed.
 _BATCHES = (2, 3)
@@ -149,7 +149,7 @@ def _load(folder: str | Path, checkpoint: str) -> _Source:
 
 
 def _make_predict(model: nn.Module, variables: Any) -> Predict:
-    """The logits of a saved model."""
+    """Makes the function of a saved model's logits."""
 
     @jax.jit
     def logits(variables: Any, inputs: Any) -> Any:
@@ -159,7 +159,7 @@ def _make_predict(model: nn.Module, variables: Any) -> Predict:
 
 
 def _to_library(library: str, source: _Source) -> tuple[dict[str, Any], float]:
-    """The files of timm or transformers."""
+    """Makes the files of timm or transformers."""
     config = source.config
     if "training" in config and "image_shape" in config:
         data, info, options = pretrained.data_options(config, "the export of a run")
@@ -177,7 +177,7 @@ def _to_library(library: str, source: _Source) -> tuple[dict[str, Any], float]:
 
 
 def _to_stablehlo(source: _Source) -> tuple[dict[str, Any], float]:
-    """The artifact of ``jax.export``, for all platforms and batches."""
+    """Makes the artifact of ``jax.export``, for all platforms and batches."""
     make = jax.export.export(jax.jit(source.predict), platforms=PLATFORMS)
     shape, dtype = _inputs(source)
     sizes = ", ".join(map(str, shape))
@@ -201,7 +201,7 @@ def _to_stablehlo(source: _Source) -> tuple[dict[str, Any], float]:
 
 
 def _inputs(source: _Source) -> tuple[tuple[int, ...], Any]:
-    """The shape of one example of a model's inputs, and their dtype."""
+    """Returns the shape of one example of a model's inputs, and their dtype."""
     if source.model.inputs == "images":
         return tuple(source.config["image_shape"]), np.float32
     if source.model.inputs == "points":
@@ -247,7 +247,7 @@ def _compare(
 
 
 def _unroll(source: _Source) -> Predict:
-    """The predictions by layers one after another.
+    """Computes the predictions by layers one after another.
 
     jax2onnx makes a loop of `jax.lax.scan`, and gives some of its constants the wrong
     dtype.
@@ -262,7 +262,7 @@ def _unroll(source: _Source) -> Predict:
 
 
 def _to_onnx(source: _Source) -> tuple[dict[str, Any], float]:
-    """The model in ONNX, with a symbolic batch."""
+    """Makes the model in ONNX, with a symbolic batch."""
     import onnxruntime  # pyright: ignore[reportMissingImports]: an option.
     from jax2onnx import to_onnx  # pyright: ignore[reportMissingImports]: an option.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from relattn.messages import shorten
 
-# Limits of what is read: characters of an integer, lists and objects in each other.
+# Limits of what is read: bytes, characters of an integer, and nested lists or objects.
 MAX_BYTES = 2**26
 MAX_DIGITS = 20
 MAX_DEPTH = 50
@@ -167,8 +167,8 @@ def parse_json(
         raise ValueError(f"{where} is not JSON ({reason})") from error
     except RecursionError as error:
         raise ValueError(
-            f"{where} is not JSON that relattn reads (more than {MAX_DEPTH} lists and "
-            "objects in each other)"
+            f"{where} is not JSON that relattn reads (more than {MAX_DEPTH} nested "
+            "lists and objects)"
         ) from error
     except ValueError as error:
         raise ValueError(f"{where} is not JSON that relattn reads ({error})") from error
@@ -218,8 +218,8 @@ def check_json(value: Any, schema: Any, where: str | Path, key: str = "") -> Non
     Args:
         value: The value.
         schema: A type (``object`` is any value; an ``int`` is also a ``float``, but a
-            ``bool`` is neither), a `Range`, ``None``, a tuple of schemas of which one
-            must fit, ``[schema]`` for the elements of a list, a longer list for those
+            ``bool`` is neither), a `Range`, ``None``, a tuple of schemas (one
+            must fit), ``[schema]`` for the elements of a list, a longer list for those
             of a list of its length, or a dict from keys to schemas. A key with ``?`` at
             its end may be missing; ``"*"`` is any other key, and without it others are
             not checked.
@@ -266,12 +266,12 @@ def _check_keys(value: dict, schema: dict, where: str | Path, key: str) -> None:
 
 
 def _shown(key: str) -> str:
-    """A key for a message: as it is if it is short and printable."""
+    """Returns a key for a message: as it is if it is short and printable."""
     return key if key.isprintable() and len(key) < 80 else shorten(key)
 
 
 def _fits(value: Any, schema: Any) -> bool:
-    """Whether a value has the type of a schema, and is in its range."""
+    """Returns whether a value has the type of a schema, and is in its range."""
     if schema is None:
         return value is None
     if isinstance(schema, tuple):

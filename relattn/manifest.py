@@ -134,7 +134,7 @@ def tokenizer_name(content: bytes) -> str:
 
 
 def recorded_sha256(path: Path) -> str:
-    """Returns the checksum of a file in the ``manifest.json`` beside it.
+    """Returns the checksum of a file in the ``manifest.json`` of its folder.
 
     Args:
         path: The file; `find_damage` compares it with the checksum.

@@ -50,7 +50,7 @@ MODELS = {
     ),
 }
 VARIANTS = tuple(MODELS)
-# Of 16 pixels.
+# Shifts in pixels, of images of 16x16.
 CLASS_SHIFT = 4
 ALL_SHIFT = 3
 

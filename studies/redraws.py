@@ -137,8 +137,7 @@ def predictions_of(
         options: Options of `relattn.evaluation.compare.compare`.
 
     Returns:
-        The predictions of each seed; none if the model has no random features of which
-        to average several draws.
+        The predictions of each seed; none if the model has no random features.
     """
     found = []
     for training in trainings:

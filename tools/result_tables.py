@@ -218,7 +218,7 @@ def speed(
 
 
 def speed_before() -> str:
-    """Returns the times of kernels of an earlier commit beside those of today."""
+    """Returns the times of kernels at an earlier commit next to those of today."""
     files = ("speed_cpu.jsonl", "speed_translution_cpu.jsonl")
     today = {_case(row): row for file in files for row in _read_lines(file)}
     rows = [
@@ -274,7 +274,7 @@ def places() -> str:
     names = ("static_static", "static_dynamic", "once_dynamic", "dynamic_dynamic")
     found: dict[str, dict[str, str]] = {}
     for row in [*_rows("translution_mnist.json"), *_rows("translution_places.json")]:
-        # Those of the same recipe.
+        # Rows of the same recipe.
         if all(each["results"][0]["step"] == 5154 for each in row["runs"].values()):
             cells = found.setdefault(_label(row["name"]), {})
             for name, value in row["columns"].items():

@@ -46,8 +46,8 @@ def read_arrays(file: Path) -> Images:
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is no such file, its arrays have another type, shape or range,
-            or two classes have the same name.
+        ValueError: If it is not such a file, its arrays have another type, shape or
+            range, or two classes have the same name.
 
     Example:
         >>> import tempfile
@@ -106,7 +106,7 @@ def open_arrays(
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is no such file.
+        ValueError: If it is not such a file.
     """
     if not file.is_file():
         raise FileNotFoundError(f"the file {file} is missing: {remedy}")

@@ -65,7 +65,7 @@ def open_image(source: Path | io.BytesIO, where: str, hint: str = "") -> Image.I
         The image; its pixels are not decoded yet.
 
     Raises:
-        UnreadableImageError: If it is no file, in none of `FORMATS`, has more than
+        UnreadableImageError: If it is not a file, in none of `FORMATS`, has more than
             `MAX_FILE_BYTES`, or claims more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     try:
@@ -254,7 +254,7 @@ def _flatten(image: Image.Image, grey: bool, background: str) -> Image.Image:
 
 
 def _is_white_zero(image: Image.Image) -> bool:
-    """Whether 0 is white in a TIFF of 16 bits; Pillow inverts those of 8 bits only."""
+    """Returns whether 0 is white in a 16-bit TIFF; Pillow inverts only 8-bit ones."""
     if image.format != "TIFF" or not image.mode.startswith("I;16"):
         return False
     tags = getattr(image, "tag_v2", {ExifTags.Base.PhotometricInterpretation: 1})

@@ -187,7 +187,7 @@ def check_classes(images: ImageList) -> None:
     """Checks that every class has training images.
 
     Args:
-        images: The images, of which `class_names` is not used.
+        images: The images; their `class_names` is not used.
 
     Raises:
         ValueError: If an image of another split is of a class that has none.

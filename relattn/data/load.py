@@ -436,7 +436,7 @@ def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None
     LOADERS[name] = loader
 
 
-# What the data_dir of these sources is. Those of `LISTS` are read image by image.
+# What the data_dir of each source is. The sources in `LISTS` are read image by image.
 NEEDED = {
     "folder": "the folder that holds train/<class>/*.jpg",
     "csv": "the CSV file with the columns path and label",

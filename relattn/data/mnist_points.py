@@ -28,8 +28,8 @@ def make_mnist_points(
 
     Returns:
         The sets, in memory. Positions are in pixels from the centre of the image. The
-        split ``test_shifted`` has the test sets, of which each is moved by a real
-        vector, uniform up to 28 pixels along each axis.
+        split ``test_shifted`` has the test sets, each moved by a real vector, uniform
+        up to 28 pixels along each axis.
 
     Raises:
         ValueError: If ``num_validation`` leaves no training set.

@@ -260,7 +260,7 @@ def read_points(
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is no such file, its arrays do not fit together, or two
+        ValueError: If it is not such a file, its arrays do not fit together, or two
             classes have the same name.
     """
     names = [f"{split}_{part}" for split in ("train", "test") for part in PARTS]
@@ -314,7 +314,7 @@ def read_point_sets(
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is no such file, an array has another type or shape, or a
+        ValueError: If it is not such a file, an array has another type or shape, or a
             point that exists is not finite.
 
     Example:

@@ -63,7 +63,7 @@ DOCUMENT_SPLIT_SEED = 2357
 BLOCK_BYTES = 2**18
 # Number of texts encoded in parallel threads: tiktoken releases Python's lock.
 NUM_PARALLEL_TEXTS = 64
-# Files beside those of the tokens.
+# Files in addition to those of the tokens.
 ADDED = (META, MANIFEST, TOKENIZER_FILE)
 # UTF-8 continuation bytes, 10xxxxxx.
 CONTINUATION = bytes(range(0x80, 0xC0))
@@ -373,7 +373,7 @@ def read_lines(path: Path, begin: int, end: int, field: str) -> Iterator[str]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which has no UTF-8."""
+    """Returns whether a text has no half of a surrogate pair, which has no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

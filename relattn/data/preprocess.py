@@ -106,7 +106,8 @@ def channel_mean_std(
 
     Args:
         config: Options of the data; ``mean`` and ``std`` replace those of the training
-            images. If their channels are others in number, each is their mean.
+            images. If the images have another number of channels, every channel gets
+            the mean of the values.
         info: Description of the data.
 
     Example:
@@ -128,7 +129,7 @@ def check_statistics(config: ConfigDict, info: DataInfo) -> None:
     """Checks that the images can be standardised if ``standardize`` is set.
 
     Args:
-        config: Options of the data, of which ``standardize`` is used.
+        config: Options of the data; only ``standardize`` is used.
         info: Description of the data.
 
     Raises:

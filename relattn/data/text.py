@@ -449,8 +449,8 @@ def open_tokens(path: Path, meta: TokenMeta, min_tokens: int = 1) -> TokenIds:
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is empty, its size is no multiple of a token's, it has another
-            length than ``meta`` says or too few tokens, or an id is outside the
+        ValueError: If it is empty, its size is not a multiple of a token's, it has
+            another length than ``meta`` says or too few tokens, or an id is outside the
             vocabulary.
     """
     if not path.is_file():

@@ -160,7 +160,7 @@ def find_features(builder: Any, folder: Path) -> tuple[str, str]:
                 f"several features ({', '.join(sorted(chosen))})" if chosen else "none"
             )
             raise ValueError(
-                f"the set in {folder} is to have one feature that is the {kind} of an "
+                f"the set in {folder} must have one feature that is the {kind} of an "
                 f"example, but has {several}: choose another data.name"
             )
         names += chosen

@@ -257,7 +257,7 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
 
     Raises:
         ValueError: If the name is unknown, the tokenizer has no use for ``bpe_dir``, or
-            a file in it differs from GPT-2's, or from the one of the name.
+            a file in it differs from GPT-2's, or from the one that ``name`` names.
         ImportError: If tiktoken, or tokenizers, is not installed.
         FileNotFoundError: If a file is missing in ``bpe_dir``.
         ConnectionError: If the vocabulary could not be downloaded.

@@ -42,8 +42,8 @@ def shift_report(
         runs: The runs, from `relattn.evaluation.shift_runs.open_shift_runs`. Those that
             differ only in their seed are averaged.
         output: The folder to write to.
-        classes: A class, by name or number, that has its own curves beside those of all
-            classes; or ``"all"``, for these alone.
+        classes: A class, by name or number, that gets its own curves next to those of
+            all classes; or ``"all"`` for the latter alone.
         **options: Options of `compare`.
 
     Returns:

@@ -76,7 +76,7 @@ class Page:
             averaged; None for the ``config.eval_draws`` of each run. Attention maps are
             those of the draw that is saved with the model.
         num_shown: Number of images on the page.
-        num_images: Number of images of which the accuracy is computed.
+        num_images: Number of images for the accuracy.
         progress: Whether to show progress bars on a terminal.
 
     Raises:

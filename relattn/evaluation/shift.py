@@ -276,7 +276,7 @@ def shifted_predictions(
 
     Raises:
         ValueError: If the axis, the shift or the boundary does not fit the images, or
-            the model has no random features of which to average several draws.
+            the model has no random features, but ``draws`` is more than one.
     """
     size = input_shape(run.config.data, run.data)[0]
     batch_size = run.config.eval_batch_size

@@ -176,7 +176,7 @@ def _attend_from_corner(queries, rows, keys, values, grid, precision):
     """Attends from (height, 0), the place below the bottom left token."""
     height, width = grid if len(grid) == 2 else (1, *grid)
     num_rows = rows.exponents.shape[0]
-    # Every distance that is no ring, like that of prefix keys, has the last row.
+    # Every distance without a ring, like that of prefix keys, has the last row.
     row, column = np.indices((height, width)).reshape(2, -1)
     distances = np.full(keys.shape[-2], num_rows - 1)
     distances[-row.size :] = np.minimum(height - row + column, num_rows - 1)

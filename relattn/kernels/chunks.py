@@ -36,9 +36,9 @@ def scan_chunks(body: Callable, state: Any, chunks: Any) -> tuple[Any, Any]:
 def split_chunks(tree: Any, chunk_size: int, multiple: int = 1) -> Any:
     """Splits [*batch, n, width] into [chunks, *batch, chunk, width].
 
-    Chunks have equal lengths: a multiple of ``multiple``, at most ``chunk_size``, which
-    is one too. Zeros fill the last chunk. Where n is symbolic, chunks have
-    ``chunk_size`` tokens.
+    ``chunk_size`` must be a multiple of ``multiple``. All chunks have the same length,
+    at most ``chunk_size`` and a multiple of ``multiple`` too; zeros fill the last one.
+    Where n is symbolic, chunks have ``chunk_size`` tokens.
     """
 
     def split(x):

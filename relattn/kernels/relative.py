@@ -399,7 +399,8 @@ class _Blocks:
         num_prefix: Number of prefix tokens.
         size: Most queries in a block, but at least a row.
         causal: Whether tokens attend to themselves and earlier tokens only.
-        window: To how many of them; None for all.
+        window: Number of tokens, itself included, that a token attends to; None for
+            all.
     """
 
     grid: Grid

@@ -258,7 +258,7 @@ def causal_toeplitz_linear_attention(
         feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
             pair of such functions, of queries and of keys.
         bias: b, shape ``[*batch, rows]``, the table of a line of ``length >= n``
-            tokens: 2 length - 1 rows, of which the offsets 0 .. n - 1 are used.
+            tokens, with 2 length - 1 rows; those of the offsets 0 .. n - 1 are used.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         dense_size: Largest number of tokens in a block; None
             for the default of `relattn.kernels.platform`.

@@ -29,7 +29,7 @@ from relattn.models.tensor_tables import (
 
 
 def _offset_table(flip: bool, heads: int, cls: bool, x: np.ndarray) -> np.ndarray:
-    """A table ``[rows, inputs, outputs]`` in our order of offsets and of CLS rows.
+    """Returns a table ``[rows, inputs, outputs]`` in our order of offsets and CLS rows.
 
     The authors index queries and keys by the offset of the other sign, causal queries
     from the end, and have the rows of CLS in the order self, in, out.
@@ -40,7 +40,7 @@ def _offset_table(flip: bool, heads: int, cls: bool, x: np.ndarray) -> np.ndarra
 
 
 def _translution_layers(tensors: Tensors, heads: int, text: bool) -> tuple[Table, dict]:
-    """The attention's part of the table, and the attention's options."""
+    """Returns the attention's part of the table, and the attention's options."""
     first, layer = "translution.layers.0.0.", "translution.layers.{}.0."
     low = f"{first}to_qkv.weight" in tensors
     table: Table = fused(f"{layer}to_qkv.weight") if low else {}
@@ -94,8 +94,8 @@ TRANSLUTION_GPT = {
 
 
 def _patch(width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """The channels and the side of a square patch of ``width`` values."""
-    # Of 1 and 3 channels, the side of the patch is whole for one only.
+    """Returns the channels and the side of a square patch of ``width`` values."""
+    # Only one of 1 and 3 channels gives a patch with a whole side.
     channels = settings.get("channels", 1 if math.isqrt(width) ** 2 == width else 3)
     side = math.isqrt(width // channels) if channels in range(1, width + 1) else 0
     if side**2 * channels != width:
@@ -183,7 +183,7 @@ PERFORMER_EPS = 1e-4
 
 
 def _coefficients(heads: int, *arrays: np.ndarray) -> np.ndarray:
-    """(a, b) ``[layers, heads, pairs, 2]``, from alpha and beta of each layer."""
+    """Returns (a, b), [layers, heads, pairs, 2], from alpha and beta by layer."""
     stacked = np.stack(arrays).reshape(len(arrays) // 2, 2, heads, -1)
     return np.moveaxis(stacked, 1, -1)
 

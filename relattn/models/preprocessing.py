@@ -85,7 +85,7 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
     of DINOv2, they are scaled to the model's.
 
     Args:
-        folder: That of the checkpoint.
+        folder: The checkpoint's folder.
         image_size: Side of the model's images.
 
     Returns:

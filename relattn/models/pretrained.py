@@ -490,8 +490,8 @@ def save_pretrained(
             data: ``num_classes`` and ``image_shape``, or ``vocab_size`` and
             ``context_length``. Other keys are kept.
         variables: The model's variables.
-        dtype: That of the floats in the file, such as ``"float16"``; None for their
-            own. `load_pretrained` returns them in the model's.
+        dtype: Dtype of the floats in the file, such as ``"float16"``; None keeps that
+            of the variables. `load_pretrained` returns the model's dtype.
         tokenizer: The contents of ``tokenizer.json``, if the data have one.
 
     Raises:

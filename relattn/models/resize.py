@@ -20,8 +20,8 @@ def resize_grid(
     Tables with a row for each position, offset, row or column (`learned`,
     `relative_key`, `relative_value`, `relative_bias`, `irpe_gate`) are interpolated
     bicubically; rows of prefix tokens are kept. Functions of the position need no
-    resizing: positions count tokens and continue beyond the old grid. Waves of which a
-    whole number fits a torus keep this number. Convolutional networks have no
+    resizing: positions count tokens and continue beyond the old grid. Waves that fit a
+    torus a whole number of times keep this number. Convolutional networks have no
     parameters that depend on the grid.
 
     Args:

@@ -70,7 +70,7 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def _check_header(path: Path) -> None:
-    """Checks the header, of which the package keeps the last of two equal names."""
+    """Checks the header: of two equal names, the package would keep the last."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -58,13 +58,13 @@ def sample_token(
 
 
 def _draw(key, logits, temperature, top_k, top_p):
-    """Same as `sample_token`, for a temperature > 0; a top_p of None keeps all."""
+    """Does `sample_token` for a temperature > 0; a top_p of None keeps all tokens."""
     # Tokens below the k-th logit have probability 0.
     if top_k:
         kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < kept, -jnp.inf, logits)
     logits = logits / temperature
-    # So have those outside of the nucleus.
+    # Tokens outside of the nucleus too.
     if top_p is not None:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)
@@ -105,7 +105,7 @@ def generate(
     Where a text is longer than the model's context, the model reads it window by
     window: once a window is full, the next one begins with the last half of it, as does
     the first window of a prompt that fills the context. A text does not depend on the
-    prompts beside it: each has windows and, at a temperature above 0, draws of its own.
+    other prompts: each has its own windows and, at a temperature above 0, draws.
 
     Args:
         model: A `GPT`.
@@ -214,7 +214,7 @@ def _is_per_row(key):
 
 
 def _fold_in(key, number):
-    """Same as `jax.random.fold_in`, also for an array of keys."""
+    """Does `jax.random.fold_in`, also for an array of keys."""
     if _is_per_row(key):
         return jax.vmap(jax.random.fold_in, (0, None))(key, number)
     return jax.random.fold_in(key, number)

@@ -54,7 +54,7 @@ _SCHEMA = {
     "data?": {"kind?": str},
     "training?": {"data": _OPTIONS},
     "preprocessing?": preprocessing.SCHEMA,
-    # Of a converted model; those of a run are in its data.
+    # Only of a converted model: a run has them in its data.
     "class_names?": [str],
     "tokenizer?": str,
 }
@@ -67,7 +67,7 @@ def read_saved_config(path: Path) -> dict[str, Any]:
         path: The file.
 
     Returns:
-        Its contents, of which types and sizes are checked.
+        Its contents, with checked types and sizes.
 
     Raises:
         ValueError: If it describes no model; the message names the file.

@@ -30,7 +30,7 @@ _GELU = {
     ],
     "gelu": ["gelu", "gelu_python"],
 }
-# Those of a ViT by our names; silu is that of SwiGLU, which the tensors' shapes show.
+# Activations of a ViT by our names; silu means SwiGLU, which the tensors' shapes show.
 _ACTIVATIONS = {
     **dict.fromkeys([*_GELU["gelu_new"], "gelu_tanh"], "gelu_tanh"),
     **dict.fromkeys(_GELU["gelu"], "gelu"),
@@ -142,7 +142,7 @@ TIMM_ARCHITECTURES = {
     }.items()
     for name in names.split()
 }
-# Those of them with GELU by tanh, which their names do not show.
+# The ones with GELU by tanh, which their names do not show.
 _TIMM_TANH = {
     "vit_base_patch32_siglip_256",
     "vit_base_patch32_siglip_gap_256",
@@ -306,7 +306,7 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _architecture(name: str) -> dict[str, Any]:
-    """What an architecture of timm has, and the tensors do not show."""
+    """Returns what an architecture of timm has and the tensors do not show."""
     width, heads = TIMM_ARCHITECTURES[name]
     activation = "quick_gelu" if "_quickgelu_" in name else "gelu"
     if _TIMM_SWIGLU.search(name):

@@ -26,7 +26,7 @@ from relattn.models.tensor_tables import (
 
 
 def _conv1d(ours: str, theirs: str) -> Table:
-    """GPT-2's linear layer: its weight is [inputs, outputs], like ours."""
+    """Returns the table of a linear layer of GPT-2: [inputs, outputs], like ours."""
     return {
         f"{ours}.kernel": (same, f"{theirs}.weight"),
         f"{ours}.bias": (same, f"{theirs}.bias"),
@@ -46,7 +46,7 @@ _HF_GPT2 = {
 
 
 def gpt2_table(*, qkv_bias: bool, tie_head: bool) -> Table:
-    """The table of transformers' GPT-2.
+    """Returns the table of transformers' GPT-2.
 
     Args:
         qkv_bias: Whether queries, keys and values have biases.
@@ -137,7 +137,7 @@ _LLAMA_BIASES = {
 
 
 def _llama_table(tensors: Tensors, *, tie_head: bool) -> Table:
-    """The table of transformers' Llama, with the biases that a checkpoint has."""
+    """Returns transformers' table of Llama, with the biases of a checkpoint."""
     layer, table = "layers.{}", {}
     for ours, theirs in {
         **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkv"},

@@ -86,7 +86,7 @@ class Target(NamedTuple):
         default: Our model, whose defaults are the values of options that ``has`` does
             not list.
         has: The values of our options that it has.
-        free: Options of which it has every value.
+        free: Options that may have any value.
         write: Makes the files.
     """
 
@@ -155,7 +155,7 @@ def to_library(
 
 
 def _options(model: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, in one form of several that mean the same."""
+    """Returns the attributes of a module, in one form of several that mean the same."""
     options = {
         field.name: getattr(model, field.name)
         for field in dataclasses.fields(model)
@@ -177,7 +177,7 @@ def _options(model: nn.Module) -> dict[str, Any]:
 
 
 def _differing(target: Target, options: Mapping[str, Any]) -> dict[str, tuple]:
-    """The options whose values a target does not have, and those that it has."""
+    """Returns the options with values that a target lacks, and what it has instead."""
     differing = {}
     for field in dataclasses.fields(target.default):
         name = field.name
@@ -208,12 +208,12 @@ def _check_files(target: Target, files: Files, model: Model) -> None:
 
 
 def _equal(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether two arrays have the same bits."""
+    """Returns whether two arrays have the same bits."""
     return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
 
 
 def _parts(options: Mapping[str, Any], **parts: Any) -> Parts:
-    """The parts of our ViT; ``parts`` are those of the library's form."""
+    """Returns the parts of our ViT; ``parts`` are those of the library's form."""
     return Parts(
         class_token=options["class_token"],
         registers=options["num_registers"] > 0,
@@ -230,7 +230,7 @@ def _parts(options: Mapping[str, Any], **parts: Any) -> Parts:
 
 
 def _one_side(sides: Any) -> int | list[int]:
-    """A side if both are equal, otherwise height and width."""
+    """Returns a side if both are equal, otherwise height and width."""
     height, width = sides
     return height if height == width else [height, width]
 
@@ -311,9 +311,9 @@ class _Form(NamedTuple):
         encoder: The encoder's name in the model.
         config: What ``config.json`` has beside sizes.
         parts: The parts of its form.
-        vision: If sizes are in ``vision_config``, what it has beside them.
+        vision: If sizes are in ``vision_config``, its other values.
         head: The name of the head.
-        extra: Tensors that are no parameters of ours, by the width of the model.
+        extra: Tensors that are not parameters of ours, by the width of the model.
     """
 
     family: str
@@ -367,7 +367,7 @@ def _hf(make_form: Callable[[Mapping[str, Any]], _Form], model: Model) -> Files:
 
 
 def _hf_vit(options: Mapping[str, Any]) -> _Form:
-    """``ViTForImageClassification``, or ``ViTModel``."""
+    """Returns the form of ``ViTForImageClassification``, or of ``ViTModel``."""
     has_head = options["num_classes"] > 0
     config = {
         "architectures": ["ViTForImageClassification" if has_head else "ViTModel"],
@@ -378,7 +378,7 @@ def _hf_vit(options: Mapping[str, Any]) -> _Form:
 
 
 def _hf_dinov2(options: Mapping[str, Any]) -> _Form:
-    """DINOv2, with and without registers, with and without a head."""
+    """Returns the form of DINOv2, with and without registers and a head."""
     has_head, gated = options["num_classes"] > 0, options["activation"] == "swiglu"
     prefix, model_type = "Dinov2", "dinov2"
     if options["num_registers"]:
@@ -394,7 +394,7 @@ def _hf_dinov2(options: Mapping[str, Any]) -> _Form:
     if options["num_registers"]:
         config["num_register_tokens"] = options["num_registers"]
     encoder = f"{model_type}." if has_head else ""
-    # Of training with masked patches.
+    # A parameter of training with masked patches.
     mask = f"{encoder}embeddings.mask_token"
     return _Form(
         "dinov2_swiglu" if gated else "dinov2",
@@ -406,7 +406,7 @@ def _hf_dinov2(options: Mapping[str, Any]) -> _Form:
 
 
 def _dinov2_ratio(dim: int, mlp_dim: int, gated: bool) -> int:
-    """The ratio of widths, a whole number, by which DINOv2's MLPs have ``mlp_dim``."""
+    """Returns the whole ratio of widths by which DINOv2's MLPs have ``mlp_dim``."""
     for ratio in range(1, 2 * mlp_dim // dim + 2):
         width = dim * ratio
         # Two thirds of it, rounded up to a multiple of eight.
@@ -418,7 +418,7 @@ def _dinov2_ratio(dim: int, mlp_dim: int, gated: bool) -> int:
 
 
 def _hf_clip(options: Mapping[str, Any]) -> _Form:
-    """``CLIPVisionModel``, with its projection if there is a head."""
+    """Returns the form of ``CLIPVisionModel``, with its projection if it has a head."""
     has_head = options["num_classes"] > 0
     end = "WithProjection" if has_head else ""
     config = {
@@ -432,7 +432,7 @@ def _hf_clip(options: Mapping[str, Any]) -> _Form:
 
 
 def _hf_clip_classifier(options: Mapping[str, Any]) -> _Form:
-    """``CLIPForImageClassification``, whose last LayerNorm nothing reads."""
+    """Returns the form of ``CLIPForImageClassification``; its last norm is unused."""
     if not options["num_classes"]:
         raise ValueError("num_classes=0, and only CLIPForImageClassification pools so")
     config = {"architectures": ["CLIPForImageClassification"], "model_type": "clip"}
@@ -452,7 +452,7 @@ def _hf_clip_classifier(options: Mapping[str, Any]) -> _Form:
 
 
 def _hf_siglip(options: Mapping[str, Any]) -> _Form:
-    """``SiglipVisionModel``, or ``SiglipForImageClassification`` with its head."""
+    """Returns the form of SigLIP's image encoder, or of the classifier with it."""
     has_head = options["num_classes"] > 0
     pooling = {"vision_use_head": options["pool"] == "attention"}
     config = {
@@ -516,7 +516,7 @@ def _hf_target(
     has: Mapping[str, tuple],
     *free: str,
 ) -> Target:
-    """An image encoder of transformers."""
+    """Returns the target for an image encoder of transformers."""
     sizes = (*_SIZES, "image_shape", "norm_eps", *free)
     free = tuple(name for name in sizes if name not in has)
     write = functools.partial(_hf, make_form)

@@ -192,7 +192,7 @@ def invert_table(
 
 
 def _expand(table, num_layers):
-    """The function and the tensors of each of our names."""
+    """Returns the function and the tensors of each of our names."""
     entries = {}
     for name, (function, *sources) in table.items():
         for layer in range(num_layers) if "{}" in name else [0]:
@@ -202,7 +202,7 @@ def _expand(table, num_layers):
 
 
 def _entries(table, tensors, num_layers, ignored):
-    """The entries of a table, whose tensors a checkpoint must have."""
+    """Returns the entries of a table, whose tensors a checkpoint must have."""
     entries = _expand(table, num_layers)
     wanted = {source for _, sources in entries.values() for source in sources}
     problems = {
@@ -236,7 +236,7 @@ _SCALED_BIAS = Reversible(np.multiply, lambda x: (x, np.ones_like(x)))
 
 
 def linear(ours: str, theirs: str, scale: str = "") -> Table:
-    """A linear layer of PyTorch, whose weight is ``[outputs, inputs]``.
+    """Returns the table of a linear layer of PyTorch, of weights [outputs, inputs].
 
     ``scale`` names the tensor that multiplies its outputs.
     """
@@ -252,7 +252,7 @@ def linear(ours: str, theirs: str, scale: str = "") -> Table:
 
 
 def norm(ours: str, theirs: str) -> Table:
-    """A LayerNorm of PyTorch."""
+    """Returns the table of a LayerNorm of PyTorch."""
     return {
         f"{ours}.scale": (same, f"{theirs}.weight"),
         f"{ours}.bias": (same, f"{theirs}.bias"),
@@ -260,7 +260,7 @@ def norm(ours: str, theirs: str) -> Table:
 
 
 def part(index: int, count: int, *, axis: int = 0, transpose: bool) -> Reversible:
-    """One of several parameters that a tensor has one after another.
+    """Returns one of several parameters that a tensor has one after another.
 
     Args:
         index: Which of them.
@@ -287,7 +287,7 @@ def fused(
     ours: str = "layers.{}.attention",
     of: str = "qkv",
 ) -> Table:
-    """The projections of q, k and v, or of those in ``of``, from one fused layer."""
+    """Returns the table of q, k and v, or of those in ``of``, from one fused layer."""
     table = {}
     for index, name in enumerate(of):
         axis = 0 if transpose else -1
@@ -302,7 +302,7 @@ def fused(
 
 
 def patches(patch: tuple[int, int] = (1, 1)) -> Reversible:
-    """A matrix of patches, from a kernel ``[dim, channels, height, width]``.
+    """Returns a matrix of patches, from a kernel ``[dim, channels, height, width]``.
 
     Args:
         patch: Height and width, which only writing needs.

@@ -62,7 +62,7 @@ def _check_parts(tensors: Tensors, names: Names) -> None:
 
 
 def _is_gated(tensors: Tensors, names: Names) -> bool:
-    """Whether the first layer's MLP has a gate and a hidden layer in one matrix."""
+    """Returns whether the first MLP has its gate and hidden layer in one matrix."""
     hidden, out = (f"{part.format(0)}.weight" for part in (names.hidden, names.out))
     if hidden not in tensors or out not in tensors:
         return False
@@ -266,7 +266,7 @@ def timm(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
 
 
 def _timm_model(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of our model that timm's tensors show in part only."""
+    """Returns options of our model that timm's tensors show in part only."""
     has_cls = "cls_token" in tensors
     kind = "a" if has_cls else "no"
     found = f"the checkpoint has {kind} cls_token"
@@ -433,7 +433,7 @@ def hf_dinov2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         prefix_rows=(1,),
         norm_eps=1e-6,
         pool="cls_mean" if has_head else "cls",
-        # That of Dinov2WithRegisters is another than that of Dinov2.
+        # Dinov2WithRegisters interpolates in another way than Dinov2.
         antialias=HF_NAMES.registers in tensors,
     )
 

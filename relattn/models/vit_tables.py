@@ -89,12 +89,12 @@ _ZEROS = Reversible(lambda weight: np.zeros(len(weight), np.float32), _refuse_bi
 
 
 def _rows(x: np.ndarray, start: int, stop: int | None) -> np.ndarray:
-    """Rows of a table of positions, ``[n, dim]`` or ``[1, n, dim]``."""
+    """Returns rows of a table of positions, ``[n, dim]`` or ``[1, n, dim]``."""
     return x.reshape(-1, x.shape[-1])[start:stop]
 
 
 def _table(names: Names, parts: Parts) -> Table:
-    """The entries of a ViT that `Names` names."""
+    """Returns the entries of a ViT that `Names` names."""
     rows, num_cls = parts.prefix_rows, int(parts.class_token)
 
     def write_positions(x: np.ndarray) -> tuple[np.ndarray]:
@@ -103,7 +103,7 @@ def _table(names: Names, parts: Parts) -> Table:
         return (x if parts.is_flat else x[None],)
 
     def token(x: np.ndarray) -> np.ndarray:
-        """A CLS token, ``[dim]`` or ``[1, 1, dim]``."""
+        """Returns a CLS token, ``[dim]`` or ``[1, 1, dim]``."""
         return x.reshape(1, 1, -1)
 
     def write_token(x: np.ndarray) -> np.ndarray:
@@ -183,7 +183,7 @@ TIMM_NAMES = Names(
 
 
 def timm_table(names: Names, parts: Parts) -> Table:
-    """The table of timm's ``VisionTransformer``.
+    """Returns the table of timm's ``VisionTransformer``.
 
     Args:
         names: `TIMM_NAMES`.
@@ -240,7 +240,7 @@ HF_QUERY_BIAS = _HF_LAYER.format(0) + "attention.attention.query.bias"
 
 
 def hf_table(names: Names, parts: Parts) -> Table:
-    """The table of transformers' image encoders, by the names of its first ViT.
+    """Returns the table of transformers' image encoders, by the names of its first ViT.
 
     Args:
         names: `HF_NAMES`, perhaps with another head.

@@ -79,7 +79,7 @@ def attention_weights(
             return model.apply(variables, inputs, mutable=[ATTENTION_WEIGHTS])[1]
 
     found = apply(variables, inputs).get(ATTENTION_WEIGHTS, {})
-    # Not those of `AttentionPool`, whose query is no token.
+    # Not those of `AttentionPool`, whose query is not a token.
     found = {name: found[name] for name in found if name != "pool"}
     layers = []
     for name in sorted(found, key=lambda name: int(name.rpartition("_")[2])):

@@ -487,7 +487,7 @@ class MultiHeadAttention(nn.Module):
         """
         tables = {} if context.position is None else context.position.tables
         if self.num_kv_heads < self.num_heads:
-            # Those with an axis of heads.
+            # Only tables with an axis of heads are split.
             tables = {
                 name: split_heads(table, 0, self.num_kv_heads)
                 if table.ndim > (1 if name == "bias" else 2)

@@ -22,7 +22,7 @@ class AttentionPool(nn.Module):
         num_heads: Number of heads.
         mlp_dim: Width of the feed-forward network's hidden layer.
         norm_eps: The norm's constant added to the variance.
-        activation: That of `relattn.nn.blocks.FeedForward`.
+        activation: See `relattn.nn.blocks.FeedForward`.
         dtype: Compute dtype; parameters are float32.
         norm_type: ``"layer_norm"`` or ``"rms_norm"``, see
             `relattn.nn.blocks.make_norm`.

@@ -68,7 +68,7 @@ def make_norm(norm_type: str, eps: float, dtype: Any) -> functools.partial:
 
 
 def default_head_dim(dim: int, num_heads: int) -> int:
-    """Returns dim / num_heads, the default width of a head; 0 if it is no integer."""
+    """Returns dim / num_heads, the default width of a head; 0 if not an integer."""
     return dim // num_heads if num_heads > 0 and dim % num_heads == 0 else 0
 
 

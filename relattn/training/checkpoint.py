@@ -348,7 +348,7 @@ def restore(folder: Path, step: int, template: Any) -> Any:
 
     Returns:
         The arrays, bit for bit as saved, in the template's structure: NumPy arrays, or
-        with shardings JAX arrays, of which each process reads its part.
+        with shardings JAX arrays; each process reads its part of them.
 
     Raises:
         CheckpointError: If paths, shapes or dtypes differ; the message has them.

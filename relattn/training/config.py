@@ -176,7 +176,7 @@ def default_config() -> ConfigDict:
     config.eval_every_epochs = 1
     # Number of updates between evaluations; 0 for that of epochs.
     config.eval_every_steps = 0
-    # Number of updates between checkpoints beside those of evaluations; 0 for none.
+    # Number of updates between checkpoints, apart from those at evaluations; 0: none.
     config.checkpoint_every_steps = 0
     # Number of updates between rows of the metrics.
     config.log_every_steps = 50

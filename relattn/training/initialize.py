@@ -126,7 +126,7 @@ def initial_state(
     """Creates the state before the first update, with the parameters of a model.
 
     Takes everything from ``config.init_from`` except what ``config.init_skip`` names,
-    and the head if the classes are others in number. Tables of positions are resized to
+    and the head if the number of classes differs. Tables of positions are resized to
     the images of the task, or cut to the length of its texts; tables of tokens are cut
     to the ids of the tokenizer, if it is the model's; patches of grey images are seen
     as patches of three equal channels, and those of three channels by their mean.

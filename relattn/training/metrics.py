@@ -59,7 +59,7 @@ def smoothed_cross_entropy(
     labels: Int[Array, "*batch"],
     smoothing: float,
 ) -> Float[Array, "*batch"]:
-    """Computes the loss of labels of which a share is spread over all classes.
+    """Computes the loss of labels with a share that is spread over all classes.
 
     loss = (1 - smoothing) CE(label) + smoothing mean_c CE(c), with the cross-entropy CE
 

@@ -42,7 +42,7 @@ def make_schedule(
         name: ``"constant"``, ``"cosine"`` or ``"exponential"``.
         learning_rate: The peak learning rate.
         warmup_steps: Steps of the warm-up; 0 for none.
-        num_steps: Steps of the run, at the end of which the cosine is zero.
+        num_steps: Steps of the run; the cosine is zero at its end.
         decay_rate: The factor for each epoch, for ``"exponential"``.
         steps_per_epoch: Steps of an epoch, for ``"exponential"``.
 

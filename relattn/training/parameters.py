@@ -96,8 +96,8 @@ def is_frozen(model: nn.Module, params: Any, patterns: str) -> Any:
             pattern that holds decides.
 
     Returns:
-        In the structure of ``params``, a boolean for each array; or for stacked layers
-        of which some are frozen a boolean for each, ``[layers, 1, ...]``.
+        In the structure of ``params``, a boolean for each array; for stacked layers, if
+        only some are frozen, a boolean for each layer, ``[layers, 1, ...]``.
 
     Raises:
         ValueError: If a pattern is that of no parameter, or all parameters are frozen,
@@ -151,7 +151,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def hold(params: Any, frozen: Any) -> Any:
-    """Returns parameters of which the gradient is zero where they are frozen.
+    """Returns parameters that have a gradient of zero where they are frozen.
 
     Args:
         params: The parameters.

@@ -147,8 +147,8 @@ def _stored(
     """Reads a user's examples as a data set stores them.
 
     Returns:
-        Their key in a batch, their number, and batches of them, the last of which may
-        be smaller.
+        Their key in a batch, their number, and batches of them; the last one may be
+        smaller.
     """
     info = _class_info(run)
     if info.kind == "points":
@@ -315,7 +315,7 @@ def read_text_split(
         raise FileNotFoundError(f"the text file {path} is missing")
     try:
         with naming(path):
-            # A byte order mark, as Windows writes it, is no text.
+            # A byte order mark, as Windows writes it, is not a part of the text.
             text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(

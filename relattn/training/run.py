@@ -143,8 +143,8 @@ class Run:
 
         Raises:
             ValueError: If the run is on text, an image or a file cannot be read, its
-                values, channels or size do not fit, or the model has no random features
-                of which to average several draws.
+                values, channels or size do not fit, or ``draws`` is more than
+                one for a model without random features.
         """
         logits = make_predict_fn(self, draws)
         size = self._batch_size(batch_size)
@@ -353,8 +353,8 @@ class Run:
         Args:
             folder: Created if needed; the files are replaced.
             license: Licence of the weights, for the card.
-            dtype: That of the floats in the file, such as ``"float16"``; None for their
-                own.
+            dtype: Dtype of the floats in the file, such as ``"float16"``; None keeps
+                that of the variables.
 
         Raises:
             ValueError: If ``dtype`` is not one of floats, or a number is too large
@@ -416,8 +416,7 @@ def make_predict_fn(
         batch size, so pad a last, smaller batch. The logits are float32.
 
     Raises:
-        ValueError: If the model has no random features of which to average several
-            draws.
+        ValueError: If ``draws`` is more than one for a model without random features.
     """
     draws = run._num_draws(draws)
     if draws == 1:
@@ -463,7 +462,7 @@ def evaluate(
 
     Raises:
         ValueError: If the split is empty or of another kind than the training data, or
-            the model has no random features of which to average several draws.
+            ``draws`` is more than one for a model without random features.
         CheckpointError: If the labels of ``info`` are not those that the run predicts.
     """
     if info is not None:

@@ -19,7 +19,7 @@ from relattn.training.errors import CheckpointError, DamagedError
 from relattn.training.metrics import BEST_METRICS, METRICS
 
 _META = "meta/metadata"
-# Of the options of a model, those that are sizes.
+# The options of a model that are sizes.
 _SIZES = {key: each for key, each in MODEL.items() if key.endswith("?")}
 _TYPES = {"config": dict, "data": dict, "history": list, "arrays": dict}
 # Characters of another library's message to show.

@@ -32,7 +32,7 @@ try:
 except ImportError:  # Windows has no flock.
     fcntl = None
 
-# Orbax takes these characters of a path for a pattern; surrogates are no text to it.
+# Orbax takes these characters of a path for a pattern; it cannot encode surrogates.
 _UNUSABLE = re.compile(r"[*?\[\ud800-\udfff]")
 
 LOCK = "lock.json"

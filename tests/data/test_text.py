@@ -361,7 +361,7 @@ def test_damaged_meta_raises(tmp_path, values, what):
     "text, what",
     [
         ("{", "is not JSON"),
-        ("[" * 100_000, "50 lists and objects in each other"),
+        ("[" * 100_000, "50 nested lists and objects"),
         (json.dumps({"tokenizer": "a" * 10**6, "vocab_size": 3}), "tokenizer 'aaa"),
         (json.dumps({**GOOD, "vocab_size": "a" * 10**6}), "has vocab_size='aaa"),
         (json.dumps({**GOOD, "num_tokens": {"a" * 10**6: ""}}), "has 'num_tokens.aaa"),

@@ -382,7 +382,7 @@ def test_a_set_of_one_split_is_its_training_images(tmp_path):
 def test_unsuitable_and_unknown_sets_are_refused_with_a_fix(tmp_path):
     config = write_fruits(tmp_path, (5, 7, 1), keys=None, train=7)
     message = (
-        r"fruits.* is to have one feature that is the image of an example, but has "
+        r"fruits.* must have one feature that is the image of an example, but has "
     )
     with pytest.raises(ValueError, match=rf"{message}several features \(mask, photo\)"):
         load_data(config)

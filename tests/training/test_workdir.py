@@ -183,7 +183,7 @@ def test_read_result_of_a_seed(tmp_path):
     [
         (b"", "is not JSON"),
         (b"\xff", "byte 0 is not UTF-8"),
-        (b"[" * 100000, "50 lists and objects in each other"),
+        (b"[" * 100000, "50 nested lists and objects"),
         (b"[]", "which must be an object"),
         (b"{}", "has no step, which must be an integer"),
         (b'{"step": 3, "step": 4}', "'step' is given twice"),

@@ -46,7 +46,7 @@ def find_weights(
             r_i are the largest a_j, which the keys' exponents then lack.
 
     Returns:
-        Those that are not all zero, by name.
+        The arrays that are not all zero, by name.
     """
     tokens = {}
     if starts is not None:

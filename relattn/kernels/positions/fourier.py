@@ -1,9 +1,9 @@
 """Projections that are sums of waves of the offset: Translution in linear time.
 
 W[d] = W_0 + sum_r cos(w_r . d) A_r + sin(w_r . d) B_r, for the offset d = p_i - p_j of
-query i and key j. By the addition theorems each wave is a sum of two products, one
-factor of which belongs to the query and one to the key. So attention with wider values,
-or wider queries and keys, computes what Translution computes with a table of W[d].
+query i and key j. By the addition theorems each wave is a sum of two products, each of
+a factor of the query and a factor of the key. So attention with wider values, or
+wider queries and keys, computes what Translution computes with a table of W[d].
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from relattn.offsets import Torus, check_prefix, table_offsets
 def torus_frequencies(
     torus: Torus, num_frequencies: int | None = None
 ) -> Float[np.ndarray, "waves axes"]:
-    """Returns the frequency vectors of which whole numbers of periods fit a torus.
+    """Returns the frequency vectors of the waves that fit a torus.
 
-    w = 2 pi k / size with whole numbers k, the longest waves first. Of k and -k, modulo
-    the sizes, there is one, and not k = 0. With all of them, every table of offsets is
-    a constant and a sum of waves: its discrete Fourier transform.
+    w = 2 pi k / size with whole numbers k of periods along each axis, the longest waves
+    first. Only one of k and -k, modulo the sizes, is included, and k = 0 is not. With
+    all of them, every table of offsets is a constant plus a sum of waves: its discrete
+    Fourier transform.
 
     Args:
         torus: Size of each axis, in tokens.
@@ -70,7 +71,7 @@ def same_waves(old: Torus, new: Torus, num_frequencies: int) -> bool:
 
     Args:
         old: Size of each axis, in tokens.
-        new: The same of the other torus.
+        new: Size of each axis of the other torus.
         num_frequencies: Number of waves.
 
     Example:
@@ -112,7 +113,7 @@ def table_spectrum(
     num_frequencies: int | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Float[Array, "*matrix"], Float[Array, "waves 2 *matrix"]]:
-    """Computes the waves of which a table of offsets on a torus is the sum.
+    """Computes the waves that sum to a table of offsets on a torus.
 
     A_r = 2 mean_d cos(w_r . d) W[d] and B_r = 2 mean_d sin(w_r . d) W[d]; half of them,
     if w_r and -w_r have the same waves. They are the real and imaginary parts of the
@@ -449,8 +450,8 @@ def append_waves(
     k'_j = [k_j, a c_j + b s_j, a s_j - b c_j, ...], the waves times head_dim^(1/4), and
     all times (wider / head_dim)^(1/4). Then q'_i . k'_j / sqrt(wider) =
     q_i . k_j / sqrt(head_dim) + sum_r (a^2 - b^2) cos(w_r . d) - 2 a b sin(w_r . d),
-    d = p_i - p_j: any sum of waves, of which both sides have an equal share. These are
-    the scores of softmax attention, and what random features estimate, in time linear
+    d = p_i - p_j: any sum of waves, with an equal share on both sides. These are the
+    scores of softmax attention, and what random features estimate, in time linear
     in n, for positions that need no grid.
 
     Args:

@@ -89,7 +89,7 @@ def resize_table(
 
 
 def _cubic_weights(old: int, new: int) -> Float[np.ndarray, "{new} {old}"]:
-    """The weight of each old position in a new one, as in PyTorch (a = -3/4)."""
+    """Returns the weight of each old position in a new one, as PyTorch (a = -3/4)."""
     a, weights = -0.75, np.zeros((new, old))
     at = (np.arange(new) + 0.5) * old / new - 0.5
     first = np.floor(at).astype(int)

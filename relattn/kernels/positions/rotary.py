@@ -71,7 +71,7 @@ def rotary_angles(
         frequencies = absolute_frequencies(num, base, positions.dtype)
         if torus is not None:
             turn = turns(torus)[axis]
-            # Of up to 3 tokens, all would be rounded to zero.
+            # On an axis of up to 3 tokens, all would be rounded to zero.
             least = np.arange(num) == 0
             frequencies = jnp.maximum(jnp.round(frequencies / turn), least) * turn
         # w_t p_axis
@@ -89,11 +89,12 @@ def draw_mixed_frequencies(
 ) -> Float[Array, "*leading {num_frequencies} {axes}"]:
     """Draws the initial frequency vectors of learned rotations.
 
-    w_t = base^(-t / num) u, t = 0 .. num - 1, with num = num_frequencies / axes,
-    rounded up, and the same lengths along the other axes of a rotated cross, at right
-    angles to u; the last axes have one vector less where the number is no multiple. The
-    cross has one direction for each axis; it is uniform, drawn for each index of
-    ``leading``. One axis: w_t = base^(-t / num_frequencies).
+    The vectors lie along the directions of a cross, one direction for each axis, at
+    right angles to each other. The rotation of the cross is uniform, and drawn for each
+    index of ``leading``. Along each direction u, w_t = base^(-t / num) u for t = 0 ..
+    num - 1, with num = num_frequencies / axes, rounded up; the last directions have one
+    vector less if num_frequencies is not a multiple of axes. With one axis,
+    w_t = base^(-t / num_frequencies).
 
     Args:
         key: A PRNG key.

@@ -2,9 +2,9 @@
 
 For GPUs and causal attention: the pairs at an offset are a diagonal of all pairs. One
 product projects all tokens by the matrices of a block of offsets, so that no matrix is
-copied for a pair, and the gradient of a table is a product, too. Gathers take diagonals
-``[n, offsets]`` to pairs ``[n, n]``, and so do their derivatives: the transpose of a
-gather would be a scatter.
+copied for a pair, and the gradient of a table is a product, too. Gathers map diagonals
+``[n, offsets]`` to pairs ``[n, n]``, and gathers compute their derivatives: the
+transpose of a gather would be a scatter.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _delay_forward(x, delays):
 def _delay_backward(residuals, cotangent):
     delays, size = residuals
     gradient = _delay(cotangent, delays)
-    # Of an operand that is the same for all offsets.
+    # An operand that is the same for all offsets gets the sum of their gradients.
     if size != len(delays):
         gradient = widen(gradient).sum(axis=2, keepdims=True).astype(cotangent.dtype)
     return gradient, None

@@ -124,7 +124,7 @@ class Offsets(_OffsetIndex):
     grid: Grid
     num_prefix: int = 0
     causal: ClassVar[bool] = False
-    allowed = None  # Without annotation, or it is no property for type checkers.
+    allowed = None  # With an annotation, type checkers would see no property.
 
     @property
     def length(self) -> int:

@@ -38,7 +38,7 @@ class Pairs:
     """
 
     length: int
-    allowed = None  # Without annotation, or it is no property for type checkers.
+    allowed = None  # With an annotation, type checkers would see no property.
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ValueError if the index is for another number of tokens."""

@@ -1,11 +1,11 @@
 """Scores and values with a projection for every offset, by rows of queries.
 
 For TPUs, which need few and large instructions: a step takes a row of queries, along
-the last axis, and all keys. The matrices of the rows y of queries and y' of keys are
-those of the offsets (y - y', dx); a pair of their columns x and x' needs the one of
-dx = x - x'. With more than two axes, the place y of a row has several coordinates.
-Shifting the matrices of all dx, or projections by all of them, by x brings those in
-place, by slices and pads only: the transpose of a gather would be a scatter.
+the last axis, and all keys. A query in row y and column x and a key in row y' and
+column x' need the matrix of the offset (y - y', x - x'); with more than two axes, y has
+several coordinates. The matrices of all column offsets, or the projections by them, are
+shifted by x, which brings each to its pair. This takes slices and pads only: the
+transpose of a gather would be a scatter.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ class FourierBias(Position):
     have any direction. Initial values are w_r ~ 64^(-r / num_frequencies) N(0, I) and
     coefficients ~ N(0, 0.02^2), so that the bias is almost zero.
 
-    On a torus the w_r are the longest waves of which a whole number fits all axes,
-    and not learned.
+    On a torus the w_r are not learned: they are the longest waves that fit a whole
+    number of times along all axes.
 
     Attributes:
         num_frequencies: Number of waves per layer.

@@ -115,7 +115,7 @@ class _Waves(Position):
     ) -> Float[Array, "layers *leading tokens waves 2"]:
         """Returns the waves at every position, zeros for prefix tokens.
 
-        Those of points have the axes of the batch and, of size 1, of the heads.
+        Waves of points have an axis for the batch and one of size 1 for the heads.
         """
         frequencies = self.frequencies(grid)
         if isinstance(grid, tuple):
@@ -227,9 +227,9 @@ class FourierValues(_Fourier):
     w_r, every layer and head matrices A_r and B_r. In pairs with a prefix token W is
     W_0. This is Translution's projection of values with a table that is a low-pass
     function of the offset: 2 num_frequencies + 1 matrices for a grid of any size, or
-    for points at any real positions, of which each example has its own. On a torus the
-    w_r are the longest waves of which a whole number fits all axes, and not learned;
-    with all of them the table may be any.
+    for points at any real positions, which may differ between examples. On a torus the
+    w_r are not learned: they are the longest waves that fit a whole number of times
+    along all axes. With all such waves, the table can be any.
 
     The attention's weights multiply values of width
     (2 num_frequencies + 1) head_dim, or head_dim + 2 num_frequencies rank, and are not
@@ -405,8 +405,8 @@ class FourierMask(_Waves):
 
     Every layer has frequency vectors w_r, every layer and head coefficients (a_r, b_r),
     which start as N(0, 0.1^2), so that b is almost zero. In pairs with a prefix token b
-    is zero. On a torus the w_r are the longest waves of which a whole number fits all
-    axes, and not learned.
+    is zero. On a torus the w_r are not learned: they are the longest waves that fit a
+    whole number of times along all axes.
 
     Attributes:
         num_frequencies: Number of waves per layer.

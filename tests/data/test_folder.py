@@ -111,13 +111,17 @@ def test_16_bit_greys_are_read(tmp_path):
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_8_bit_modes_are_read(tmp_path, mode):
-    suffix = "jpg" if mode == "CMYK" else "png"
+    suffix, error = ("jpg", 4) if mode == "CMYK" else ("png", 0)
+    image = Image.new("RGB", (5, 3), (255, 0, 51)).convert(mode)
     for part in ("train", "test"):
         path = tmp_path / part / "a" / f"1.{suffix}"
         path.parent.mkdir(parents=True)
-        Image.new(mode, (5, 3), 1).save(path)
-    channels = 1 if mode in ("1", "L", "LA") else 3
-    assert read_folder(tmp_path)[0].images.shape == (1, 3, 5, channels)
+        image.save(path)
+    kind = "L" if mode in ("1", "L", "LA") else "RGB"
+    expected = np.atleast_3d(np.asarray(image.convert(kind), int))
+    images = read_folder(tmp_path)[0].images
+    assert images.shape == (1, *expected.shape)
+    assert abs(images[0] - expected).max() <= error
 
 
 def test_what_is_left_out_is_named(root):

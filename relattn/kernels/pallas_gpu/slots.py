@@ -103,7 +103,8 @@ class Slots:
         offsets = unwrap_axes(offsets, grid)
         offsets = offsets.reshape(heads, *(2 * size - 1 for size in self.grid))
         for axis, size in enumerate((self.rows, self.width)):
-            offsets = pad_axis(offsets, (size - self.grid[axis],) * 2, 1 + axis)
+            missing = size - self.grid[axis]
+            offsets = pad_axis(offsets, (missing, missing), 1 + axis)
         offsets = offsets.reshape(heads, self.num_offsets)
         return jnp.concatenate([offsets, table[:, rows:]], axis=1)
 
@@ -130,7 +131,9 @@ def _round_up(size, step):
     return -(-size // step) * step
 
 
-def pad_axis(x: Array, widths: tuple[int, int], axis: int, value: float = 0.0) -> Array:
+def pad_axis(
+    x: Array, widths: tuple[int, int], axis: int, value: int | float = 0.0
+) -> Array:
     """Pads one axis of an array with a value."""
     if not any(widths):
         return x

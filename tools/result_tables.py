@@ -444,9 +444,9 @@ def _translution(name: str) -> list[str]:
     return [name, f"causal_{name}"]
 
 
-def redraws() -> str:
+def redraws(file: str) -> str:
     """Returns what small Performers do under shifts, by draws of random features."""
-    points = read_json(RESULTS / "performer_pixels16_redraws.json")["points"]
+    points = read_json(RESULTS / file)["points"]
     return redraw_table([Point(**point) for point in points]).rstrip()
 
 
@@ -475,7 +475,8 @@ TABLES: dict[str, Callable[[], str]] = {
         _lengths(batch=2),
     ),
     "finetune": finetune,
-    "redraws": redraws,
+    "redraws": lambda: redraws("performer_pixels16_redraws.json"),
+    "redraws_torus": lambda: redraws("performer_torus16_redraws.json"),
     "linearize_vit": lambda: linearize("linearize_vit.json"),
     "linearize_gpt": lambda: linearize("linearize_gpt.json"),
     "rpe_vit": lambda: study(

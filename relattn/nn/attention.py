@@ -524,8 +524,8 @@ def check_index(index: Any, num_tokens: Any, grid: offsets.Grid | None) -> None:
         )
     if isinstance(index, Tracer):
         return
-    single = num_tokens == 1 and grid is not None
-    length = math.prod(grid) if single else num_tokens
+    one = num_tokens == 1
+    length = math.prod(grid) if one and grid is not None else num_tokens
     if not 0 <= int(index) < length:
         raise ValueError(
             f"index={index} must be the position of the last token, 0 .. {length - 1}: "

@@ -42,7 +42,7 @@ trained on its *test* text (see docs/results.md), one seed: 232.2 with
 windows, evaluated every 200; with 64 tokens of context unless SIZE has another number.
 Validation loss on tinyshakespeare by ``python -m studies --preset=translution_text``,
 one seed, in nats per byte: 2.127 with ``self_attention``, 1.931 with ``rope``, 1.888
-with ``lor_translution``, 1.879 with ``translution``.
+with ``lor_translution``, 1.881 with ``translution``.
 
 A run of seconds, and a sample of the text that it generates:
 

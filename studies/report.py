@@ -291,7 +291,13 @@ def plot_study(results: Mapping[str, Any], path: Path) -> None:
                 continue
             curve = row["runs"][name]["curve"]
             mean, std = np.array(curve["mean"]), np.array(curve["std"])
-            style = {"color": f"C{i}", "marker": ".", "label": plain(row["name"])}
+            # There are ten colours.
+            style = {
+                "color": f"C{i}",
+                "linestyle": ("-", "--", ":", "-.")[i // 10 % 4],
+                "marker": ".",
+                "label": plain(row["name"]),
+            }
             (lines[row["name"]],) = panel.plot(curve["step"], mean, **style)
             panel.fill_between(
                 curve["step"], mean - std, mean + std, color=f"C{i}", alpha=0.2, lw=0

@@ -503,6 +503,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "translution_text": lambda: study(
         "translution_text_cpu.json", {"loss": "validation loss, nats per byte"}
     ),
+    "translution_kernel_docs": lambda: study(
+        "translution_kernel_docs.json", {"perplexity": "validation perplexity"}
+    ),
     "translution_wikitext2": lambda: study(
         "translution_wikitext2.json", {"perplexity": "validation perplexity"}
     ),

@@ -55,8 +55,9 @@ def test_lor_translution_steps_equal_the_whole_sequence(relative, base):
     plain = [normal(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3)]
     qkv = tuple(plain) if base else (None,) * 3
     low = tuple(normal(3 + seed, BATCH, N, INNER) for seed in range(3))
+    # As large as at the start of training.
     tables = tuple(
-        _table(seed, INNER, HEADS, RANK, of=name, relative=relative)
+        _table(seed, INNER, HEADS, RANK, of=name, relative=relative) / INNER**0.5
         for seed, name in enumerate("qkv")
     )
     options = {"scale": None if base else 0.6, "average": relative == "qkv"}

@@ -319,8 +319,9 @@ class FavorAttention(RandomFeatureAttention):
     Training logs it.
 
     Attributes:
-        normalize: Whether queries and keys are normalised, so that the weights are
-            exp(cos(q_i, k_j)). Random features estimate these more precisely.
+        normalize: Whether queries and keys are normalised before their position is
+            applied, so that the weights are exp(cos(q_i, k_j)). Random features
+            estimate these more precisely.
 
     Example:
         >>> import jax
@@ -338,12 +339,13 @@ class FavorAttention(RandomFeatureAttention):
 
     normalize: bool = False
 
-    def feature_map(self, head_dim: int) -> feature_maps.FeatureMap:
-        """Returns the random features, of normalised inputs if ``normalize``."""
-        feature_map = super().feature_map(head_dim)
-        if not self.normalize:
-            return feature_map
-        return lambda x: feature_map(unit_norm(x))
+    def with_position(
+        self, q: Array, k: Array | None, x: Array, context: Context
+    ) -> tuple[Array, Array | None]:
+        """Applies the position, if any, to normalised queries and keys."""
+        if self.normalize:
+            q, k = unit_norm(q), None if k is None else unit_norm(k)
+        return super().with_position(q, k, x, context)
 
 
 class BandedAttention(RandomFeatureAttention):

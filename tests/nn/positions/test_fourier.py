@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from relattn import offsets
+from relattn.nn.attention import Context
 from relattn.nn.positions.base import ScoreAndValuePosition
 from relattn.nn.registry import ATTENTIONS, POSITIONS, build
 from relattn.offsets import Torus
@@ -190,6 +191,32 @@ def test_the_mask_of_softmax_is_a_bias_of_the_offset():
         wide = jax.tree.map(np.float64, (encoding, variables, x))
         expected = run(naive, *wide)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_normalised_queries_and_keys_keep_the_mask():
+    q, k = map(jnp.asarray, normal(1, 2, 1, HEADS, N, HEAD_DIM))
+    scores = []
+    for normalize in (False, True):
+        make_attention, make_position = build(
+            f"favor(normalize={normalize})",
+            "fourier_mask",
+            dim=DIM,
+            num_heads=HEADS,
+            num_layers=3,
+        )
+        layers, _ = make_position().init_with_output(
+            jax.random.key(0), GRID, 1, method="per_layer"
+        )
+        context = Context(GRID, 1, layers[LAYER], None, None, None)
+        module = make_attention(layer=LAYER)
+        wide = module.with_position(q, k, jnp.zeros((1, N, DIM)), context)
+        scores.append(np.einsum("bhid,bhjd->hij", *wide) / wide[0].shape[-1] ** 0.5)
+    lengths = [np.linalg.norm(x[0], axis=-1) for x in (q, k)]
+    products = np.einsum("bhid,bhjd->hij", q, k)
+    cosines = products / lengths[0][..., :, None] / lengths[1][..., None, :]
+    masks = scores[0] - products / HEAD_DIM**0.5, scores[1] - cosines
+    np.testing.assert_allclose(*masks, atol=1e-6)
+    assert np.ptp(masks[0]) > 1e-2
 
 
 @pytest.mark.quick(

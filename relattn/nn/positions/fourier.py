@@ -57,6 +57,12 @@ class FourierLayer(LayerPosition):
         self, x: Float[Array, "*batch n dim"], like: Array
     ) -> Float[Array, "*batch heads n waves 2 width"]:
         """Returns x A and x B, in the dtype of ``like``."""
+        num_tokens, found = self.waves.shape[-3], x.shape[-2]
+        if found != num_tokens:
+            raise ValueError(
+                f"the position has {num_tokens} tokens, with prefix tokens, and the "
+                f"attention {found}: give both the same grid or points, and num_prefix"
+            )
         dtype = like.dtype
         kernel = self.kernel.astype(dtype)
         projections = jnp.einsum("...nc,chwtd->...hnwtd", x.astype(dtype), kernel)

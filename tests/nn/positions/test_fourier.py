@@ -350,6 +350,16 @@ def test_what_is_no_grid_raises(name, grid, message):
         make().init(jax.random.key(0), grid, 1, method="per_layer")
 
 
+@pytest.mark.parametrize("options", ["", "prefix_matrices=True"])
+def test_another_number_of_tokens_raises(options):
+    apply, variables, layer, encoding = make_layer(
+        "softmax", f"fourier_values({options})"
+    )
+    position = layer(jax.tree.map(jnp.asarray, encoding))
+    with pytest.raises(ValueError, match="position has 7 tokens, .* attention 6"):
+        apply(variables, jnp.ones((1, 6, DIM)), position=position)
+
+
 @pytest.mark.parametrize("name", ["fourier_values", "fourier_scores", "fourier_mask"])
 def test_a_torus_of_one_token_has_no_waves(name):
     _, make = build("softmax", name, dim=DIM, num_heads=HEADS, num_layers=1)

@@ -90,9 +90,9 @@ def banded_attention(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the table has fewer than two rows, the grid does not hold the
-            tokens, or ``cls`` is unknown or does not fit the grid.
+        ValueError: If shapes or dtypes do not fit together, the table has fewer than
+            two rows, the grid does not hold the tokens, or ``cls`` is unknown or does
+            not fit the grid.
 
     Example:
         >>> phi = lambda x: jnp.exp(x)

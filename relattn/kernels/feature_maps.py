@@ -99,9 +99,8 @@ def positive_features(
         bound, max(0, log(exp(|w|^2 / 2) + eps) - 80), shape ``[features]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``x`` and the projection differ in head_dim, or ``eps`` is
-            negative.
+        ValueError: If shapes or dtypes do not fit together, ``x`` and the projection
+            differ in head_dim, or ``eps`` is negative.
 
     Example:
         >>> from relattn.kernels import draw_orthogonal
@@ -153,8 +152,8 @@ def trigonometric_features(
         shape ``[*batch, n, 1]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``x`` and the projection differ in head_dim.
+        ValueError: If shapes or dtypes do not fit together, or ``x`` and the projection
+            differ in head_dim.
 
     Example:
         >>> from relattn.kernels import draw_orthogonal
@@ -197,8 +196,8 @@ def relu_features(
         ``[*batch, n, 1]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``x`` and the projection differ in head_dim.
+        ValueError: If shapes or dtypes do not fit together, or ``x`` and the projection
+            differ in head_dim.
 
     Example:
         >>> relu_features(-jnp.ones((1, 2)), jnp.eye(2)).dense().tolist()
@@ -243,8 +242,8 @@ def hedgehog_features(
         and their bound, shape ``[2 half]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``x`` and the projection differ in head_dim.
+        ValueError: If shapes or dtypes do not fit together, or ``x`` and the projection
+            differ in head_dim.
 
     Example:
         >>> x, w = jnp.array([[0.0, 9.0]]), jnp.array([[0.0, 1.0]])

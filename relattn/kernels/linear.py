@@ -131,8 +131,8 @@ def linear_attention(
         positive factor, shape ``[*batch, n]``: count those that are not positive.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``chunk_size`` is less than one.
+        ValueError: If shapes or dtypes do not fit together, or ``chunk_size`` is less
+            than one.
 
     Example:
         >>> from relattn.kernels import draw_orthogonal, positive_features
@@ -306,9 +306,9 @@ def causal_linear_attention(
         of the platform computes the function.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``chunk_size`` is less than one, the features have neither a
-            bound nor one exponent per token, or the state has other shapes.
+        ValueError: If shapes or dtypes do not fit together, ``chunk_size`` is less than
+            one, the features have neither a bound nor one exponent per token, or the
+            state has other shapes.
 
     Example:
         >>> from relattn.kernels import draw_orthogonal, positive_features

@@ -97,9 +97,8 @@ def relative_attention(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the grid does not hold the tokens, or a table has the wrong
-            number of rows.
+        ValueError: If shapes or dtypes do not fit together, the grid does not hold the
+            tokens, or a table has the wrong number of rows.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -202,9 +201,9 @@ def causal_relative_attention(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If a table has fewer offsets than there are tokens, or an even
-            number of rows, or ``window`` is less than one.
+        ValueError: If shapes or dtypes do not fit together, a table has fewer offsets
+            than there are tokens, or an even number of rows, or ``window`` is less than
+            one.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -310,9 +309,8 @@ def causal_relative_attention_step(
         The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If a table does not have 2 length - 1 rows, or ``window`` is less
-            than one.
+        ValueError: If shapes or dtypes do not fit together, a table does not have 2
+            length - 1 rows, or ``window`` is less than one.
 
     Example:
         >>> x = jnp.zeros((3, 1))

@@ -60,8 +60,8 @@ def routing_attention(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``window`` is not between 1 and n.
+        ValueError: If shapes or dtypes do not fit together, or ``window`` is not
+            between 1 and n.
 
     Example:
         >>> x = jnp.array([[2.0, -2.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, 2.0]])
@@ -136,8 +136,8 @@ def local_attention(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``window`` is less than 1, or ``num_prefix`` exceeds n.
+        ValueError: If shapes or dtypes do not fit together, ``window`` is less than 1,
+            or ``num_prefix`` exceeds n.
 
     Example:
         >>> x = jnp.zeros((5, 1))

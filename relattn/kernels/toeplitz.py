@@ -142,9 +142,9 @@ def toeplitz_linear_attention(
         mode only.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the grid does not hold the tokens, the table has the wrong number
-            of rows, or ``chunk_size`` or ``block_size`` is less than one.
+        ValueError: If shapes or dtypes do not fit together, the grid does not hold the
+            tokens, the table has the wrong number of rows, or ``chunk_size`` or
+            ``block_size`` is less than one.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -271,10 +271,9 @@ def causal_toeplitz_linear_attention(
         derivatives in reverse mode only.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the table has fewer offsets than there are tokens or an even
-            number of rows, the features have neither a bound nor one exponent per
-            token, or a size is less than one.
+        ValueError: If shapes or dtypes do not fit together, the table has fewer offsets
+            than there are tokens or an even number of rows, the features have neither a
+            bound nor one exponent per token, or a size is less than one.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -388,8 +387,8 @@ def causal_toeplitz_linear_attention_step(
         kernel has derivatives in reverse mode only.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the table does not have 2 length - 1 rows.
+        ValueError: If shapes or dtypes do not fit together, or the table does not have
+            2 length - 1 rows.
 
     Example:
         >>> x = jnp.zeros((3, 1))

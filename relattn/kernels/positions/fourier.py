@@ -229,8 +229,8 @@ def position_waves(
         Waves, float32 or wider, shape ``[*batch, n, waves, 2]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``num_prefix`` is negative or more than ``n``.
+        ValueError: If shapes or dtypes do not fit together, or ``num_prefix`` is
+            negative or more than ``n``.
 
     Example:
         >>> waves = position_waves(jnp.array([[0.0], [1.0]]), jnp.array([[jnp.pi / 2]]))

@@ -30,8 +30,8 @@ def apply_gate(
         Shape and dtype of ``x``; computed in float32 or wider.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``x`` and ``exponents`` differ in head_dim.
+        ValueError: If shapes or dtypes do not fit together, or ``x`` and ``exponents``
+            differ in head_dim.
 
     Example:
         >>> exponents = jnp.log(jnp.array([[2.0, 1.0]]))
@@ -70,8 +70,7 @@ def irpe_exponents(
         Shape ``[*batch, num_prefix + product of the sizes, head_dim]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there is no embedding.
+        ValueError: If shapes or dtypes do not fit together, or there is no embedding.
 
     Example:
         >>> rows, columns = jnp.array([[0.0], [1.0]]), jnp.array([[2.0], [4.0]])
@@ -123,8 +122,8 @@ def string_exponents(
         Shape ``[*batch, n, head_dim]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If A does not have one row for each cosine and sine.
+        ValueError: If shapes or dtypes do not fit together, or A does not have one row
+            for each cosine and sine.
 
     Example:
         >>> w, b = jnp.array([[jnp.pi]]), jnp.zeros(1)

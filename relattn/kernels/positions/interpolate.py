@@ -46,9 +46,8 @@ def resize_table(
         rows of the new grid and then the ``num_others`` rows.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the table does not have the rows of the old grid, or the grids
-            differ in their number of axes.
+        ValueError: If shapes or dtypes do not fit together, the table does not have the
+            rows of the old grid, or the grids differ in their number of axes.
 
     Example:
         >>> resize_table(jnp.array([1.0, 3.0, 99.0]), (2,), (4,), num_others=1).shape

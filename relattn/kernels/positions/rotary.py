@@ -44,9 +44,8 @@ def rotary_angles(
         Angles in radians, float32 or wider, shape ``[n, head_dim / 2]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``head_dim`` is odd or less than twice the number of axes, or
-            ``num_prefix`` exceeds n.
+        ValueError: If shapes or dtypes do not fit together, ``head_dim`` is odd or less
+            than twice the number of axes, or ``num_prefix`` exceeds n.
 
     Example:
         >>> rotary_angles(np.array([[0.0], [5.0]]), 4, base=100.0).tolist()
@@ -171,9 +170,8 @@ def mixed_rotary_angles(
         Angles in radians, float32 or wider, shape ``[*batch, n, pairs]``, for `rotate`.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If positions and frequencies differ in their number of axes, or
-            ``num_prefix`` exceeds n.
+        ValueError: If shapes or dtypes do not fit together, positions and frequencies
+            differ in their number of axes, or ``num_prefix`` exceeds n.
 
     Example:
         >>> w = jnp.array([[1.0, 0.0], [0.5, 0.5]])
@@ -218,8 +216,8 @@ def rotate(
         Shape and dtype of ``x``; computed in float32 or wider.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there is not one angle for each pair.
+        ValueError: If shapes or dtypes do not fit together, or there is not one angle
+            for each pair.
 
     Example:
         >>> quarter = jnp.full((1, 1), jnp.pi / 2)
@@ -276,9 +274,8 @@ def widen_rotary_values(
         tokens, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there is not one angle for each pair, or ``num_prefix`` exceeds
-            n.
+        ValueError: If shapes or dtypes do not fit together, there is not one angle for
+            each pair, or ``num_prefix`` exceeds n.
 
     Example:
         >>> quarter = jnp.full((1, 1), jnp.pi / 2)
@@ -322,8 +319,8 @@ def combine_rotary_values(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``out``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there is not one angle for each pair.
+        ValueError: If shapes or dtypes do not fit together, or there is not one angle
+            for each pair.
 
     Example:
         >>> half = jnp.full((1, 1), jnp.pi)

@@ -121,8 +121,8 @@ def sinusoids(
         Features, float32 or wider, shape ``[n, 2 * axes * scales]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``num_prefix`` is negative or more than ``n``.
+        ValueError: If shapes or dtypes do not fit together, or ``num_prefix`` is
+            negative or more than ``n``.
 
     Example:
         >>> u = sinusoids(jnp.array([[0.0], [1.0]]), jnp.array([1.0]))
@@ -167,9 +167,8 @@ def constrained_sinusoids(
         ``[*heads, n, 2 * pairs]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``coefficients`` do not have one pair for each sine and cosine of
-            ``u``.
+        ValueError: If shapes or dtypes do not fit together, or ``coefficients`` do not
+            have one pair for each sine and cosine of ``u``.
 
     Example:
         >>> u = sinusoids(jnp.array([[0.0], [1.0]]), jnp.array([0.5]))

@@ -31,8 +31,8 @@ def cayley_matrix(
         entries are zero.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the number of entries is not head_dim (head_dim - 1) / 2.
+        ValueError: If shapes or dtypes do not fit together, or the number of entries is
+            not head_dim (head_dim - 1) / 2.
 
     Example:
         >>> cayley_matrix(jnp.ones(1)).round(3).tolist()  # S = [[0, -1], [1, 0]]
@@ -86,9 +86,8 @@ def cayley_string(
         Shape and dtype of ``x``; computed in float32 or wider.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there is not one angle for each pair of components, or P and
-            ``x`` differ in head_dim.
+        ValueError: If shapes or dtypes do not fit together, there is not one angle for
+            each pair of components, or P and ``x`` differ in head_dim.
 
     Example:
         >>> quarter = jnp.full((1, 1), jnp.pi / 2)
@@ -135,9 +134,8 @@ def circulant_angles(
         zero for component 0 and, if head_dim is even, for the last one.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If head_dim is less than 3, or positions and circulants differ in
-            their number of axes.
+        ValueError: If shapes or dtypes do not fit together, head_dim is less than 3, or
+            positions and circulants differ in their number of axes.
 
     Example:
         >>> c = jnp.array([[0.0, 1.0, 0.0, 0.0]])
@@ -181,8 +179,8 @@ def circulant_string(
         Shape and dtype of ``x``; computed in float32 or wider.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there is not one angle for each component.
+        ValueError: If shapes or dtypes do not fit together, or there is not one angle
+            for each component.
 
     Example:
         >>> c = jnp.array([[0.0, 1.0, 0.0, 0.0]])
@@ -224,8 +222,8 @@ def circulants_of(
         c, float32 or wider, shape ``[*batch, axes, head_dim]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there is not one frequency for each component that can rotate.
+        ValueError: If shapes or dtypes do not fit together, or there is not one
+            frequency for each component that can rotate.
 
     Example:
         >>> (8 * circulants_of(jnp.ones((1, 1)), 4)).round().astype(int).tolist()

@@ -66,8 +66,8 @@ def translution(
         Shape ``[*batch, heads, n, head_dim]``, in the dtype of ``x``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``index`` is for another number of tokens, or a table lacks rows.
+        ValueError: If shapes or dtypes do not fit together, ``index`` is for another
+            number of tokens, or a table lacks rows.
 
     Example:
         >>> from relattn.kernels import Offsets
@@ -141,9 +141,9 @@ def lor_translution(
         for a part that is not given.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``index`` is for another number of tokens, a table lacks rows, or
-            arrays that belong together are not given together.
+        ValueError: If shapes or dtypes do not fit together, ``index`` is for another
+            number of tokens, a table lacks rows, or arrays that belong together are not
+            given together.
 
     Example:
         >>> from relattn.kernels import Offsets
@@ -208,8 +208,8 @@ def causal_translution_step(
         The token's output, shape ``[*batch, heads, head_dim]``, in the dtype of ``x``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If a table has fewer than ``length`` rows.
+        ValueError: If shapes or dtypes do not fit together, or a table has fewer than
+            ``length`` rows.
 
     Example:
         >>> x, w = jnp.ones((2, 1)), jnp.zeros((2, 1, 1, 1))
@@ -277,9 +277,8 @@ def causal_lor_translution_step(
         ``[*batch, heads, rank]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If a table has fewer than ``length`` rows, or arrays that belong
-            together are not given together.
+        ValueError: If shapes or dtypes do not fit together, a table has fewer than
+            ``length`` rows, or arrays that belong together are not given together.
 
     Example:
         >>> x = jnp.zeros((1, 2, 3))

@@ -164,7 +164,9 @@ def attend_by_cudnn(
     if m % _CUDNN_LENGTH and not causal:
         lengths = jnp.full(len(k_heads), m, jnp.int32)
     out = jax.nn.dot_product_attention(
-        *(q_heads, k_heads, v_heads),
+        q_heads,
+        k_heads,
+        v_heads,
         scale=width**-0.5,
         is_causal=causal,
         key_value_seq_lengths=lengths,

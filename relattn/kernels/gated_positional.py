@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,8 +67,8 @@ def gated_positional_attention(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the grid does not hold the tokens, or w and r differ in width.
+        ValueError: If shapes or dtypes do not fit together, the grid does not hold the
+            tokens, or w and r differ in width.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -80,7 +82,12 @@ def gated_positional_attention(
     """
     check_grid(q.shape[-2], grid, num_prefix)
     return _attend(
-        *(q, k, v, gate, coefficients, key_mask),
+        q,
+        k,
+        v,
+        gate,
+        coefficients,
+        key_mask,
         grid=grid,
         num_prefix=num_prefix,
         causal=False,
@@ -118,8 +125,7 @@ def causal_gated_positional_attention(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If w and r differ in width.
+        ValueError: If shapes or dtypes do not fit together, or w and r differ in width.
 
     Example:
         >>> x, w = jnp.zeros((3, 1)), jnp.array([-9.0, 18.0])
@@ -133,7 +139,12 @@ def causal_gated_positional_attention(
     length = q.shape[-2]
     check_static(length, "Causal gated positional attention")
     return _attend(
-        *(q, k, v, gate, coefficients, key_mask),
+        q,
+        k,
+        v,
+        gate,
+        coefficients,
+        key_mask,
         grid=(length,),
         num_prefix=0,
         causal=True,
@@ -172,8 +183,7 @@ def causal_gated_positional_attention_step(
         The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If w and r differ in width.
+        ValueError: If shapes or dtypes do not fit together, or w and r differ in width.
 
     Example:
         >>> x, w = jnp.zeros((3, 1)), jnp.array([-9.0, 18.0])
@@ -225,7 +235,9 @@ def _attend(
 
     arguments = (q, k, v, key_mask, gate, scores)
     branches = fused_branches(
-        *(q, k, v),
+        q,
+        k,
+        v,
         causal=causal,
         precision=precision,
         bias=scores,
@@ -234,19 +246,21 @@ def _attend(
     )
     if not branches:
         return all_pairs(*arguments)
-    (platform, attend), *_ = branches.items()
 
-    def mix(q, k, v, key_mask, gate, scores):
-        wide = widen(v)
+    def mix(attend, q, k, v, key_mask, gate, scores):
         content = attend(q, k, v, key_mask, None, None)
         # Queries and keys of zero: scores are those of the offsets alone.
         none = jnp.zeros((v.shape[-2], 1), v.dtype)
         position = attend(none, none, v, key_mask, None, scores)
         gate = jax.nn.sigmoid(widen(gate))[..., None, None]
-        out = (1 - gate) * content.astype(wide.dtype) + gate * position
+        out = (1 - gate) * widen(content) + gate * position
         return out.astype(v.dtype)
 
-    return jax.lax.platform_dependent(*arguments, **{platform: mix}, default=all_pairs)
+    forms = {
+        platform: functools.partial(mix, attend)
+        for platform, attend in branches.items()
+    }
+    return jax.lax.platform_dependent(*arguments, **forms, default=all_pairs)
 
 
 def _offset_scores(coefficients, grid, num_prefix):

@@ -134,7 +134,7 @@ def _api_page(namespace, about):
     module = importlib.import_module(namespace)
     lines = [f"# {namespace}", "", about, "", "```{eval-rst}"]
     if namespace == "relattn":
-        for name in [*_public_names(namespace), *module._TRAINING]:
+        for name in [*_public_names(namespace), *module._FUNCTIONS]:
             home = next(
                 other
                 for other in [*NAMESPACES][1:]

@@ -1,7 +1,7 @@
 """Relative and linear attention in JAX and Flax.
 
-The names here are the most used ones; all others are in the packages `relattn.kernels`,
-`relattn.nn` and `relattn.models` and, with the extra ``train``, `relattn.data`,
+These are the most used names. The others are in the packages `relattn.kernels`,
+`relattn.nn` and `relattn.models` and, with the extra ``train``, in `relattn.data`,
 `relattn.training` and `relattn.evaluation`.
 """
 
@@ -59,26 +59,24 @@ __version__ = "0.1.0.dev0"
 
 # Imported on first use: they need the extra `train`, and Orbax, Grain and TFDS take
 # almost as long to import as JAX and Flax.
-_TRAINING = ("load_run", "train_and_evaluate")
+_PACKAGES = ("data", "evaluation", "training")
+_FUNCTIONS = {
+    "load_run": "relattn.training",
+    "register_data": "relattn.data",
+    "train_and_evaluate": "relattn.training",
+}
 
 
 # Hidden from type checkers, which would accept any misspelt name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name == "data":
-            return importlib.import_module("relattn.data")
-        if name == "evaluation":
-            return importlib.import_module("relattn.evaluation")
-        if name == "training":
-            return importlib.import_module("relattn.training")
-        if name in _TRAINING:
-            return getattr(importlib.import_module("relattn.training"), name)
-        if name == "register_data":
-            return importlib.import_module("relattn.data").register_data
+        if name in _PACKAGES:
+            return importlib.import_module(f"relattn.{name}")
+        if name in _FUNCTIONS:
+            return getattr(importlib.import_module(_FUNCTIONS[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    lazy = ("data", "evaluation", "training", "register_data", *_TRAINING)
-    return sorted({*globals(), *lazy})
+    return sorted({*globals(), *_PACKAGES, *_FUNCTIONS})

@@ -17,7 +17,7 @@ from relattn.models.cnn import AlexNet as AlexNet
 from relattn.models.cnn import ResNet18 as ResNet18
 from relattn.models.cnn import Vgg16 as Vgg16
 from relattn.models.gpt import GPT as GPT
-from relattn.models.image_features import Features as Features
+from relattn.models.image_features import ImageFeatures as ImageFeatures
 from relattn.models.image_features import features as features
 from relattn.models.patches import patch_grid as patch_grid
 from relattn.models.patches import patch_sides
@@ -123,7 +123,6 @@ def build_model(
         _check_value(option, options[option])
     if "dtype" in options:
         options["dtype"] = jnp.dtype(options["dtype"])
-    inputs = MODELS[name].inputs
     given = {
         "num_classes": num_classes,
         "image_shape": image_shape,
@@ -131,38 +130,8 @@ def build_model(
         "context_length": context_length,
         "point_shape": point_shape,
     }
-    needed = {key: given[key] for key in DATA_ARGUMENTS[inputs]}
-    if None in needed.values():
-        raise ValueError(
-            f"model {name!r} is for {inputs} and needs {' and '.join(needed)}: "
-            f"the data are no {inputs}"
-        )
-    example = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    if inputs == "images":
-        shape = needed.pop("image_shape")
-        if len(shape) < 3 or min(shape) < 1:
-            raise ValueError(
-                "image_shape must be (height, width, channels), or (frames, height, "
-                f"width, channels) of volumes, all at least 1, got {tuple(shape)}"
-            )
-        if len(shape) != 3 and issubclass(MODELS[name], CNN):
-            raise ValueError(
-                f"model {name!r} takes images of height and width, not volumes: choose "
-                "'vit'"
-            )
-        example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
-    elif inputs == "points":
-        shape = needed.pop("point_shape")
-        if len(shape) != 3 or min(shape) < 1:
-            raise ValueError(
-                "point_shape must be (points, axes, channels), all at least 1, got "
-                f"{tuple(shape)}"
-            )
-        num_points, num_axes, channels = shape
-        needed["num_axes"] = num_axes
-        shape = (1, num_points, num_axes + channels)
-        example = jax.ShapeDtypeStruct(shape, jnp.float32)
-    model = MODELS[name](**needed, **options)
+    sizes, example = _read_sizes(name, given)
+    model = MODELS[name](**sizes, **options)
     # Tracing is cheap and finds invalid sizes before any work.
     jax.eval_shape(model.init, jax.random.key(0), example)
     return model
@@ -213,6 +182,44 @@ def complete_options(config: Options) -> dict[str, Any]:
         if p.default is not p.empty
     }
     return {"name": given["name"], **defaults, **given}
+
+
+def _read_sizes(
+    name: str, given: dict[str, Any]
+) -> tuple[dict[str, Any], jax.ShapeDtypeStruct]:
+    """Returns a model's arguments that come from the data, and an example input."""
+    inputs = MODELS[name].inputs
+    sizes = {key: given[key] for key in DATA_ARGUMENTS[inputs]}
+    if None in sizes.values():
+        raise ValueError(
+            f"model {name!r} is for {inputs} and needs {' and '.join(sizes)}: "
+            f"the data are not {inputs}"
+        )
+    if inputs == "images":
+        shape = sizes.pop("image_shape")
+        if len(shape) < 3 or min(shape) < 1:
+            raise ValueError(
+                "image_shape must be (height, width, channels), or (frames, height, "
+                f"width, channels) for volumes, all at least 1, got {tuple(shape)}"
+            )
+        if len(shape) != 3 and issubclass(MODELS[name], CNN):
+            raise ValueError(
+                f"model {name!r} takes images of height and width, not volumes: choose "
+                "'vit'"
+            )
+        return sizes, jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    if inputs == "points":
+        shape = sizes.pop("point_shape")
+        if len(shape) != 3 or min(shape) < 1:
+            raise ValueError(
+                "point_shape must be (points, axes, channels), all at least 1, got "
+                f"{tuple(shape)}"
+            )
+        num_points, num_axes, channels = shape
+        shape = (1, num_points, num_axes + channels)
+        sizes["num_axes"] = num_axes
+        return sizes, jax.ShapeDtypeStruct(shape, jnp.float32)
+    return sizes, jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
 
 def _check_value(option: str, value: Any) -> None:

@@ -19,7 +19,7 @@ _COLLECTION, _OUTPUT = "intermediates", "block_output"
 _BLOCK = re.compile(r"blocks?_\d+")
 
 
-class Features(NamedTuple):
+class ImageFeatures(NamedTuple):
     """Features of a batch of images, float32.
 
     Attributes:
@@ -44,7 +44,7 @@ def features(
     *,
     layers: Sequence[int] = (-1,),
     norm: bool = True,
-) -> Features:
+) -> ImageFeatures:
     """Computes features of images by a ViT, with or without a head.
 
     Where the model's final norm precedes the pooling, it is applied to ``cls`` and
@@ -79,7 +79,7 @@ def features(
 
 def features_fn(
     model: nn.Module, layers: Sequence[int], norm: bool
-) -> Callable[[Any, Any], Features]:
+) -> Callable[[Any, Any], ImageFeatures]:
     """Returns the compiled function of variables and inputs; see `features`."""
     if not isinstance(model, ViT):
         raise ValueError(
@@ -98,7 +98,7 @@ def features_fn(
     is_normed = model.final_norm and not model.fc_norm
 
     @jax.jit
-    def apply(variables: Any, inputs: Any) -> Features:
+    def apply(variables: Any, inputs: Any) -> ImageFeatures:
         with nn.intercept_methods(_record):
             pooled, found = headless.apply(variables, inputs, mutable=[_COLLECTION])
         outputs: dict[int, Array] = {}
@@ -119,7 +119,7 @@ def features_fn(
 
         last = final(outputs[count - 1])
         tokens = [outputs[layer % count] for layer in layers]
-        return Features(
+        return ImageFeatures(
             pooled,
             last[:, 0] if model.has_class_token else None,
             last[:, model.num_prefix :].mean(axis=1),

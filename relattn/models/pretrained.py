@@ -123,7 +123,7 @@ class Pretrained:
         *,
         layers: Sequence[int] = (-1,),
         norm: bool = True,
-    ) -> models.Features:
+    ) -> models.ImageFeatures:
         """Computes features of images: pooled, CLS, mean, and tokens of layers.
 
         Args:
@@ -132,7 +132,7 @@ class Pretrained:
             norm: Whether the final norm is applied to these tokens.
 
         Returns:
-            See `relattn.models.Features`.
+            See `relattn.models.ImageFeatures`.
 
         Raises:
             ValueError: If the model has no patches as tokens, or no such layer.

@@ -105,7 +105,7 @@ def features(
     norm: bool,
     batch_size: int,
     progress: bool,
-) -> models.Features:
+) -> models.ImageFeatures:
     """Computes features of images; see `Run.features`."""
     require_kind(run, "images")
     function = features_fn(run.model, layers, norm)

@@ -158,7 +158,7 @@ class Run:
         norm: bool = True,
         batch_size: int | None = None,
         progress: bool = True,
-    ) -> models.Features:
+    ) -> models.ImageFeatures:
         """Computes features of images: pooled, CLS, mean, and tokens of layers.
 
         Args:
@@ -170,7 +170,7 @@ class Run:
             progress: Whether to show a progress bar on a terminal.
 
         Returns:
-            Arrays of NumPy, see `relattn.models.Features`.
+            Arrays of NumPy, see `relattn.models.ImageFeatures`.
 
         Raises:
             ValueError: If the run is not on images, its model has no patches as tokens

@@ -129,8 +129,9 @@ def generate(
         the longest prompt.
 
     Raises:
-        ValueError: If a prompt is empty or has an id that is not in the vocabulary,
-            the keys are not one for each prompt, or an option is out of range.
+        ValueError: If a prompt is empty, is no list of integers or has an id that is
+            not in the vocabulary, the keys are not one for each prompt, or an option is
+            no integer or out of range.
 
     Example:
         >>> from relattn.models import GPT
@@ -142,6 +143,17 @@ def generate(
         (2, 11)
     """
     rows = [np.asarray(row) for row in prompt]
+    for row in rows:
+        # As ids, other numbers would be rounded towards zero.
+        if row.ndim != 1 or row.size and row.dtype.kind not in "iu":
+            raise ValueError(
+                "prompt must be token ids, integers [batch, prompt] or a list of such "
+                f"prompts, got one of shape {row.shape} and dtype {row.dtype}"
+            )
+    integers = {"num_tokens": num_tokens, "top_k": top_k, "stop_token": stop_token}
+    for name, value in integers.items():
+        if np.asarray(value).dtype.kind not in "iu" and value is not None:
+            raise ValueError(f"{name} must be an integer, got {shorten(value)}")
     lengths = np.array([len(row) for row in rows], np.int32)
     if not rows or not lengths.min() or num_tokens < 1:
         raise ValueError(

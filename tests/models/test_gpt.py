@@ -12,6 +12,7 @@ import pytest
 from relattn.models import build_model, generate
 from relattn.models.sampling import sample_token
 from relattn.nn.blocks import FeedForward
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import quick_jit, run
 
 CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "num_heads": 2, "mlp_dim": 17}
@@ -389,6 +390,12 @@ def test_a_sequence_longer_than_the_context_raises():
             "token id 13; the model's vocabulary has ids",
         ),
         ({"prompt": np.array([[3, -1]])}, "token id -1"),
+        ({"prompt": [3, 5]}, "a list of such prompts, got one of shape ()"),
+        ({"prompt": np.array([[3.7]])}, "of shape (1,) and dtype float64"),
+        ({"prompt": np.ones((1, 2, 2), int)}, "got one of shape (2, 2)"),
+        ({"num_tokens": 2.0}, "num_tokens must be an integer, got 2.0"),
+        ({"top_k": True}, "top_k must be an integer, got True"),
+        ({"stop_token": 1.5}, "stop_token must be an integer, got 1.5"),
         ({"temperature": -1.0}, "0 or a positive number, got -1.0"),
         ({"top_k": -2}, "from 0 (all) to 13, the size of the vocabulary, got -2"),
         (
@@ -400,7 +407,7 @@ def test_a_sequence_longer_than_the_context_raises():
 def test_invalid_arguments_of_generate_raise(change, message):
     model, variables, tokens = make()
     arguments = {"prompt": tokens[:, :2], "num_tokens": 2, "key": jax.random.key(0)}
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with unchecked_annotations(), pytest.raises(ValueError, match=re.escape(message)):
         generate(model, variables, **(arguments | change))
 
 

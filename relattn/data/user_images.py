@@ -56,7 +56,7 @@ def read_images(
         >>> [batch.shape for batch in read_images(images, ConfigDict(), info, 3)]
         [(2, 4, 6, 1)]
     """
-    images = as_sequence(images, info.image_shape[-1], len(info.image_shape) - 1)
+    images = as_sequence(images, info.image_shape)
     for start in range(0, len(images), batch_size):
         chunk = images[start : start + batch_size]
         names = (f"image {start + i}" for i in range(len(chunk)))
@@ -192,7 +192,7 @@ def library_preprocessing(config: ConfigDict, info: ImageInfo) -> dict[str, Any]
 
 
 def as_sequence(
-    images: Any, channels: int, axes: int = 2
+    images: Any, image_shape: Sequence[int]
 ) -> Sequence[UserImage] | np.ndarray:
     """Returns a sequence of images; one image becomes a sequence of one.
 
@@ -200,14 +200,15 @@ def as_sequence(
         images: A path, a Pillow image, a list of these or of arrays, or an array of one
             image or more: ``[n, height, width, channels]``, where grey images may lack
             the last axis.
-        channels: Number of channels of an image.
-        axes: Number of axes of an image; 3 for volumes, which have frames.
+        image_shape: Height, width and channels of an image as the model was trained on;
+            for volumes frames before them.
 
     Raises:
-        ValueError: If an array has too few or too many axes.
+        ValueError: If an array has too few or too many axes, or is one image in colour
+            for a model of grey images.
 
     Example:
-        >>> len(as_sequence(np.zeros((28, 28), np.uint8), channels=1))
+        >>> len(as_sequence(np.zeros((28, 28), np.uint8), (28, 28, 1)))
         1
     """
     if isinstance(images, str | os.PathLike | Image.Image):
@@ -215,7 +216,16 @@ def as_sequence(
     if isinstance(images, list | tuple):
         return images
     array = np.asarray(images)
+    axes, (*_, trained_width, channels) = len(image_shape) - 1, image_shape
     if array.ndim in (axes, axes + 1) and channels == 1 and array.shape[-1] != 1:
+        width = array.shape[-1]
+        # Its rows would be taken for grey images of this width.
+        if array.ndim > axes and width in (3, 4) and width != trained_width:
+            raise ValueError(
+                f"images has shape {array.shape}, which is an image in colour, but the "
+                "model was trained on grey images: convert it to grey, or give grey "
+                f"images of width {width} as images[..., None]"
+            )
         array = array[..., None]
     if array.ndim not in (axes + 1, axes + 2):
         shape = f"{'frames, ' * (axes > 2)}height, width, {channels}]"
@@ -334,7 +344,7 @@ def prepare_squares(
     """
     size, _, channels = image_shape
     prepared = [np.zeros((0, *image_shape), np.uint8)]
-    for index, source in enumerate(as_sequence(images, channels)):
+    for index, source in enumerate(as_sequence(images, image_shape)):
         planes = _planes(source, f"image {index}", channels, background)
         if squash:
             filter = Image.Resampling[interpolation.upper()]

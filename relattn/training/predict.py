@@ -155,7 +155,7 @@ def _stored(
         points = read_point_sets(inputs, info)
         starts = range(0, len(points), batch_size)
         return "points", len(points), (points[i : i + batch_size] for i in starts)
-    images = as_sequence(inputs, info.image_shape[-1], len(info.image_shape) - 1)
+    images = as_sequence(inputs, info.image_shape)
     batches = read_images(images, run.config.data, info, batch_size)
     return "image", len(images), batches
 

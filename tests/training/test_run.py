@@ -197,6 +197,7 @@ def test_command_takes_the_run_and_the_images_without_options(
         (np.ones((5, 3), bool), "image 0 has bool values from 1 to 1"),
         (np.full((5, 3), 256), "from 256 to 256: scale them to 0 to 255"),
         (np.zeros((2, 5, 3, 3), np.uint8), r"shape \(5, 3, 3\), but .*width, 1\]"),
+        (np.zeros((5, 6, 4), np.uint8), r"shape \(5, 6, 4\), which is an image in"),
         (np.zeros(7, np.uint8), r"shape \(7,\), expected \[n, height, width, 1\]"),
         (Image.new("RGB", (3, 5)), "image 0 is in colour .*: convert it with"),
         (".", "is a folder: give a list of image files"),

@@ -19,7 +19,8 @@ from ml_collections import ConfigDict
 
 from relattn import data as data_lib
 from relattn import models
-from relattn.data import DataInfo, DataSource, EvalSplit, PointSplit
+from relattn.data import DataInfo, DataSource, EvalSplit, ImageSplit, PointSplit
+from relattn.data.images import check_labels
 from relattn.files import expand, hide_all_folders, hide_folders
 from relattn.messages import check_choice
 from relattn.models import pretrained
@@ -461,14 +462,17 @@ def evaluate(
         Loss and accuracy, see `relattn.training.evaluator.Evaluator`.
 
     Raises:
-        ValueError: If the split is empty or of another kind than the training data, or
-            ``draws`` is more than one for a model without random features.
+        ValueError: If the split is empty or of another kind than the training data, has
+            labels that are no classes of the run, or ``draws`` is more than one for a
+            model without random features.
         CheckpointError: If the labels of ``info`` are not those that the run predicts.
     """
     if info is not None:
         check_fits(run.data, info, run.workdir)
     elif run.data.kind == "points" and isinstance(split, PointSplit):
         check_columns(run.data, split.point_shape, "the split", run.workdir)
+    if isinstance(split, ImageSplit | PointSplit) and run.data.kind != "tokens":
+        check_labels(split.labels, run.data.num_classes, "the split")
     draws = run._num_draws(draws)
     devices = devices or jax.devices()
     model_axis = math.gcd(run.config.model_axis, len(devices))

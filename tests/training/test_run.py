@@ -223,6 +223,13 @@ def test_a_run_evaluates_its_own_data_and_other_data(workdir):
     other = dataclasses.replace(data, class_names=("a", "b", "c"))
     with pytest.raises(training.CheckpointError, match="use the data that it was"):
         run.evaluate(other)
+    # A label of -1 would count as the last class in the loss.
+    for label in (-1, 3):
+        labels = np.full_like(data.test.labels, label)
+        wrong = dataclasses.replace(data.test, labels=labels)
+        message = f"the labels of the split are from {label} to {label}, expected 0 to"
+        with pytest.raises(ValueError, match=message):
+            run.evaluate(wrong)
 
 
 def test_latest_is_the_last_step(workdir):

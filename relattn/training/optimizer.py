@@ -64,6 +64,8 @@ def make_schedule(
         )
 
     def schedule(step: ArrayLike) -> Float[Array, ""]:
+        # Of whole numbers: compiled, step / steps_per_epoch may round below an epoch.
+        epoch = jnp.asarray(step, jnp.int32) // steps_per_epoch
         step = jnp.asarray(step, jnp.float32)
         rate = jnp.minimum(1.0, (step + 1.0) / max(1, warmup_steps))
         if name == "cosine":
@@ -71,7 +73,7 @@ def make_schedule(
             progress = jnp.clip((step - warmup_steps) / span, 0.0, 1.0)
             rate = rate * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
         elif name == "exponential":
-            rate = rate * decay_rate ** jnp.floor(step / steps_per_epoch)
+            rate = rate * decay_rate ** epoch.astype(jnp.float32)
         return learning_rate * rate
 
     return schedule

@@ -40,6 +40,15 @@ def test_exponential_decays_after_each_epoch():
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
+def test_a_compiled_schedule_decays_at_the_first_step_of_an_epoch():
+    """In float32, 41 times the rounded 1 / 41 is less than 1."""
+    options = {"warmup_steps": 0, "num_steps": 99, "steps_per_epoch": 41}
+    schedule = make_schedule("exponential", 1.0, decay_rate=0.5, **options)
+    steps = jnp.arange(84)
+    found = jax.jit(jax.vmap(schedule))(steps)
+    np.testing.assert_array_equal(found, 0.5 ** (steps // 41))
+
+
 def test_a_warm_up_as_long_as_the_run():
     with pytest.raises(ValueError, match=r"warmup_steps=7 must be less than the 7"):
         make_schedule("constant", 0.1, warmup_steps=7, num_steps=7)

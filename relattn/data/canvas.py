@@ -40,7 +40,8 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
         The same images on the canvas.
 
     Raises:
-        ValueError: If the placement is unknown, or the canvas too small or too large.
+        ValueError: If the placement is unknown, the images are volumes, or the canvas
+            is too small or too large.
 
     Source:
         Fan et al., Translution, section 4.1.1, which does not say whether an image has
@@ -49,6 +50,11 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
     placement = config.placement
     check_choice("data.placement", placement, PLACEMENTS)
     canvas, shape = config.get("canvas", 84), data.image_shape
+    if len(shape) != 3:
+        raise ValueError(
+            f"data.placement={placement!r} places images of height and width, not "
+            "volumes: leave it at ''"
+        )
     if canvas < max(shape[:2]):
         raise ValueError(
             f"data.canvas={shorten(canvas)} must be at least {max(shape[:2])}, the "

@@ -184,6 +184,14 @@ def test_invalid_options_raise(keys, message):
         placed(**{"placement": "static", **keys})
 
 
+def test_volumes_are_refused():
+    volumes = np.zeros((5, 2, 3, 3, 1), np.uint8)
+    labels, names = np.arange(5) % 2, ("a", "b")
+    data = ImageData.from_arrays("mine", volumes, labels, names, num_validation=1)
+    with pytest.raises(ValueError, match="placement='static' places images of .*not v"):
+        place_on_canvas(data, ConfigDict({"placement": "static"}))
+
+
 def test_the_shards_of_processes_equal_the_batch():
     data = placed("dynamic")
     check_shards_equal_batches(data, batch_size=6, num_shards=3)

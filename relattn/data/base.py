@@ -7,7 +7,7 @@ height. A batch of text has ``tokens``, int32, and ``label``, the next
 tokens, both of shape ``[batch, n]``. A batch of sets of points has ``points``, float32,
 positions and features, shape ``[batch, n, axes + channels]``, and ``label``, shape
 ``[batch]``. Evaluation adds ``weight``, float32 in the shape of ``label``: labels of
-weight 0 do not count.
+weight 0 do not count. Training counts all labels, and refuses a ``weight``.
 """
 
 from __future__ import annotations

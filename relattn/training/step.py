@@ -174,6 +174,8 @@ def make_train_step(
     """Makes the pure function of one update, ``step(state, batch, key)``.
 
     ``batch`` has ``label`` and the input of ``preprocess``; ``key`` is the run's key.
+    All labels count equally: a batch with ``weight``, as in evaluation, raises
+    ValueError.
     The dropout key is a function of (key, step, device, micro-batch). Random features
     do not change: `relattn.kernels.redraw` is called between updates. Moving statistics
     are updated once, by the mean of their updates over the devices and the
@@ -250,6 +252,12 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, key: Key[Array, ""]
     ) -> tuple[TrainState, Metrics]:
+        if "weight" in batch:
+            raise ValueError(
+                "training counts all labels of a batch equally, but the batch has "
+                "'weight', which only evaluation uses: yield batches without it, whose "
+                "labels are all to be learned"
+            )
         dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
         dropout_key = jax.random.fold_in(dropout_key, device_index())
         mix_key = jax.random.fold_in(stream_key(key, "mix"), state.step)

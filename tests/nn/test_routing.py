@@ -41,7 +41,6 @@ def test_only_training_updates_the_centroids_of_every_layer():
     batch = {
         "image": np.random.default_rng(0).normal(size=(7, *SHAPE)).astype(np.float32),
         "label": np.arange(7) % 3,
-        "weight": np.ones(7, np.float32),
     }
     step = jax.jit(make_train_step(model, optimizer, images_of))
     after, metrics = step(state, batch, key)
@@ -50,6 +49,7 @@ def test_only_training_updates_the_centroids_of_every_layer():
     assert (np.abs(moved - start).max(axis=(1, 3)) > 1e-3).any(axis=1).all()
     np.testing.assert_allclose(norms(moved), 1, rtol=1e-5)
     # A write to the collection would raise here.
+    batch["weight"] = np.ones(7, np.float32)
     jax.eval_shape(make_eval_step(model, images_of), after.variables, batch)
 
 

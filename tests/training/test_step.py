@@ -297,6 +297,16 @@ def test_a_batch_that_does_not_split_into_parts():
         make_train_step(model, optimizer, identity, accumulate_steps=0)
 
 
+def test_a_weight_in_training_is_refused():
+    """Labels of weight 0 would be learned."""
+    model, optimizer = TinyModel(num_classes=3), optax.sgd(0.1)
+    state = create_state(model, optimizer, jax.random.key(0), SHAPE)
+    batch = {**make_batch(), "weight": np.zeros(13, np.float32)}
+    step = make_train_step(model, optimizer, identity)
+    with pytest.raises(ValueError, match="counts all labels of a batch equally"):
+        jax.jit(step)(state, batch, jax.random.key(0))
+
+
 def test_the_five_largest_logits():
     logits = np.random.default_rng(0).normal(size=(17, 11)).astype(np.float32)
     labels = np.arange(17, dtype=np.int32) % 11

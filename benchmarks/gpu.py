@@ -1,4 +1,4 @@
-"""Measures kernels and training steps on this machine's GPU, the most telling first.
+"""Measures kernels and training steps on this machine's GPU, most informative first.
 
     python -m benchmarks.gpu --minutes=9 --output=DIR
 
@@ -371,7 +371,7 @@ _BIASES = (
 
 
 def _rows() -> Iterator[tuple[str, Prepare]]:
-    """Yields the rows, the most telling first."""
+    """Yields the rows, the most informative first."""
     yield from _kernel_rows(_CAUSAL, 4096, **_LONG)
     yield from _kernel_rows(_PYTORCH, 4096, dtypes=["bfloat16"], **_LONG)
     yield from _kernel_rows(_ALL_PAIRS, 4096, **_LONG)

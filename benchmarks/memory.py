@@ -54,7 +54,7 @@ def read_mesh(text: str) -> tuple[int, int]:
     """
     match = _MESH.fullmatch(text)
     if match is None:
-        raise ValueError(f"--meshes={text}: give DATAxMODEL, such as 2x4")
+        raise ValueError(f"--meshes={text}: pass DATAxMODEL, such as 2x4")
     return int(match[1]), int(match[2])
 
 

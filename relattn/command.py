@@ -322,7 +322,7 @@ class Parser(argparse.ArgumentParser):
             if action is None or isinstance(action, _REPEATABLE):
                 continue
             if action.dest in seen:
-                raise ValueError(f"{name} is given twice, but takes one: give it once")
+                raise ValueError(f"{name} is given twice, but takes one: pass it once")
             seen.add(action.dest)
 
     def error(self, message: str) -> None:
@@ -519,7 +519,7 @@ def _has_working_directory() -> bool:
 
 
 def explain_no_backend(error: BaseException) -> str | None:
-    """Explains that JAX has no such platform as the user named.
+    """Explains that JAX lacks the platform that the user named.
 
     Args:
         error: A caught exception.

@@ -5,7 +5,7 @@
 reads a file of safetensors, or a file of PyTorch where torch is installed, and writes
 ``config.json`` and ``model.safetensors`` for `relattn.load_pretrained`. With
 ``--source=run``, ``--checkpoint`` is the directory of a run. The number of heads is
-that of the ``config.json`` beside the checkpoint; without one, give ``--num_heads``.
+that of the ``config.json`` beside the checkpoint; without one, pass ``--num_heads``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def convert(
     if os.path.realpath(output) == os.path.dirname(os.path.realpath(checkpoint)):
         raise ValueError(
             f"--output={output} is the folder of the checkpoint, whose files would be "
-            "replaced: give another"
+            "replaced: choose another"
         )
     tensors = read_checkpoint(checkpoint)
     beside = Path(checkpoint).with_name("config.json")
@@ -182,7 +182,7 @@ def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
     if path.is_dir():
         found = [name for name in NAMES if (path / name).is_file()]
         raise ValueError(
-            f"{path} is a folder: give the file of the weights, such as "
+            f"{path} is a folder: pass the file of the weights, such as "
             f"{path / (found or NAMES)[0]}"
         )
     part = _PART.search(path.name)

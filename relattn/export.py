@@ -38,7 +38,7 @@ from relattn.models.targets import to_library
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 STABLEHLO, ONNX = "model.stablehlo", "model.onnx"
-# A share of the largest output: other programs round differently.
+# A fraction of the largest output: other programs round differently.
 _BOUND = 1e-4
 # Sizes of the batches that are compared; one size would not show that it is fixed.
 _BATCHES = (2, 3)
@@ -106,7 +106,9 @@ def export(
     if not is_hub_id(workdir):
         workdir = expand(workdir, "--workdir")
     if os.path.realpath(output) == os.path.realpath(workdir):
-        raise ValueError(f"--output={output} is the folder of the model: give another")
+        raise ValueError(
+            f"--output={output} is the folder of the model: choose another"
+        )
     package = _PACKAGES.get(format)
     if package and find_spec(package) is None:
         raise ImportError(f"--format={format} needs {_HINTS[format]}")

@@ -94,7 +94,7 @@ def _local_path(path: str | Path, flag: str, kind: str) -> Path:
     if "://" in str(path):
         raise OSError(
             f"{flag} {path} is an address, not a {kind}: mount the bucket (for "
-            "example with gcsfuse) and give the path where it is mounted"
+            "example with gcsfuse) and pass the path where it is mounted"
         )
     try:
         return expand(path, flag).absolute()
@@ -233,7 +233,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def open_new(path: str | Path, mode: str = "wb") -> IO[Any]:
-    """Opens a new file; one that is there is removed, and no link is followed.
+    """Opens a new file; removes an existing one, and does not follow links.
 
     Args:
         path: The file, perhaps left by a process that was killed.
@@ -247,7 +247,7 @@ def open_new(path: str | Path, mode: str = "wb") -> IO[Any]:
 
 
 def no_follow(path: str, flags: int) -> int:
-    """Opens a file, but no link: an ``opener`` of `open`, for files that grow."""
+    """Opens a file, but not a link: an ``opener`` of `open`, for files that grow."""
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 

@@ -141,7 +141,7 @@ def split_grid(
         grid[name.partition("config.")[2]] = values
     if not grid:
         raise ValueError(
-            "no key has several values: give some, as in "
+            "no key has several values: pass some, as in "
             "--config.optimizer.learning_rate=1e-4,3e-4"
         )
     return grid, fixed

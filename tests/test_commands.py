@@ -292,7 +292,7 @@ DEMO = "--config=configs/demo.py"
         ("benchmarks.gpu", ["--only=step:ruting"], "did you mean 'step:routing'"),
         ("benchmarks.gpu", ["--only=zz*"], "no row 'zz*'. Rows have names like"),
         ("benchmarks.gpu", ["--minutes=-1"], "--minutes must be at least 0, got -1"),
-        ("benchmarks.memory", [DEMO, "--meshes=ax2"], "=ax2: give DATAx"),
+        ("benchmarks.memory", [DEMO, "--meshes=ax2"], "=ax2: pass DATAx"),
         ("benchmarks.memory", ["--config={}/a.py"], "a.py cannot be read"),
         ("benchmarks.pipeline", ["--config=/no/such.py"], "such.py cannot be"),
         ("benchmarks.pipeline", [DEMO, "--steps=0"], "must be at least 1, got"),

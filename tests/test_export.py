@@ -165,7 +165,7 @@ def test_formats_and_folders_are_checked_first(tmp_path, monkeypatch):
         ValueError, match=r"unknown --format 'onx': did you mean 'onnx'"
     ):
         export.export(tmp_path, tmp_path / "out", format="onx")
-    with pytest.raises(ValueError, match="is the folder of the model: give another"):
+    with pytest.raises(ValueError, match="is the folder of the model: choose another"):
         export.export(tmp_path, f"{tmp_path}/../{tmp_path.name}", format="hf")
     monkeypatch.setattr(export, "find_spec", lambda name: None)
     for format, missing in (

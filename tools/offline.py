@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--output", required=True, help="output folder")
     given = parser.parse_args(argv)
     if not re.fullmatch(r"3\.\d+", given.python):
-        raise ValueError(f"--python={given.python}: give a version such as 3.12")
+        raise ValueError(f"--python={given.python}: pass a version such as 3.12")
     folder = usable_folder(given.output, "--output")
     installed = {"relattn"}
     if given.installed:
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             installed |= names_in(Path(given.installed).read_text("utf-8"))
         except ValueError as error:
             raise ValueError(
-                f"--installed={given.installed}: {error}: give the output of pip list "
+                f"--installed={given.installed}: {error}: pass the output of pip list "
                 "--format=freeze"
             ) from error
     requirements = [f"relattn[{given.extras}] @ {ROOT.as_uri()}"]

@@ -162,7 +162,7 @@ def _find_split(
             if labels.shape != images.shape[:1] or labels.dtype.kind not in "iuU":
                 raise ValueError(
                     f"{keys[1]} in {file} has shape {labels.shape} and dtype "
-                    f"{labels.dtype}, expected {len(images)} integers or names: give "
+                    f"{labels.dtype}, expected {len(images)} integers or names: pass "
                     "one label for each image"
                 )
             return images, labels
@@ -177,12 +177,12 @@ def _encode(
     for value in values.tolist():
         if str(value) not in known:
             raise ValueError(
-                f"the labels of {where} have {shorten(value)}, which is no class of "
-                f"training, only {shorten(', '.join(known))}: correct them"
+                f"the labels of {where} have {shorten(value)}, which is not a class "
+                f"of training, only {shorten(', '.join(known))}: correct them"
             )
     numbers = np.array([known[str(value)] for value in values.tolist()], np.int32)
     encoded = numbers[inverse] if len(labels) else np.zeros(0, np.int32)
     check_arrays(images, encoded, f"the images of {where}")
     if not len(images):
-        raise ValueError(f"the images of {where} are none: give at least one")
+        raise ValueError(f"{where} has no images: add at least one")
     return ImageSplit(images, encoded)

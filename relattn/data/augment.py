@@ -195,7 +195,7 @@ def make_mix(text: str, kind: str = "images") -> Mix | None:
         ``[height, width]``; None for "none".
 
     Raises:
-        ValueError: If a spec is unknown, an option is invalid, or the data are no
+        ValueError: If a spec is unknown, an option is invalid, or the data are not
             images.
 
     Example:
@@ -315,7 +315,7 @@ def make_erase(text: str, kind: str = "images") -> Erase | None:
         ``[height, width]``; None for "none".
 
     Raises:
-        ValueError: If the spec is unknown, an option is invalid, or the data are no
+        ValueError: If the spec is unknown, an option is invalid, or the data are not
             images.
 
     Example:
@@ -347,16 +347,17 @@ def random_erasing(
 ) -> Float[Array, "height width"]:
     """Draws the mask of Random Erasing: with a probability one rectangle is erased.
 
-    The rectangle's share of the area is uniform from ``min_area`` to ``max_area``, its
-    height divided by its width log-uniform from ``min_aspect`` to 1 / ``min_aspect``.
-    If it does not fit, another is drawn, at most `ATTEMPTS`. Its place is uniform.
+    The rectangle's fraction of the area is uniform from ``min_area`` to ``max_area``,
+    its height divided by its width log-uniform from ``min_aspect`` to 1 /
+    ``min_aspect``. If it does not fit, another is drawn, at most `ATTEMPTS`. Its place
+    is uniform.
 
     Args:
         key: PRNG key.
         size: Height and width of the images.
         probability: Probability that a part is erased.
-        min_area: Smallest share of the area.
-        max_area: Largest share of the area.
+        min_area: Smallest fraction of the area.
+        max_area: Largest fraction of the area.
         min_aspect: Smallest ratio of height and width.
 
     Returns:

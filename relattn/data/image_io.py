@@ -188,14 +188,14 @@ def check_background(background: str) -> None:
     Example:
         >>> check_background("whit")
         Traceback (most recent call last):
-        ValueError: unknown data.background 'whit': give a colour such as 'white' or \
+        ValueError: unknown data.background 'whit': choose a colour such as 'white' or \
 '#7f7f7f'
     """
     try:
         ImageColor.getrgb(background)
     except (ValueError, AttributeError) as error:
         raise ValueError(
-            f"unknown data.background {shorten(background)}: give a colour such "
+            f"unknown data.background {shorten(background)}: choose a colour such "
             "as 'white' or '#7f7f7f'"
         ) from error
 

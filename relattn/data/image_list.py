@@ -211,7 +211,7 @@ def check_several_classes(class_names: Sequence[str], where: str) -> None:
     if len(class_names) == 1:
         raise ValueError(
             f"all training images of {where} are of one class, {class_names[0]!r}: "
-            "give images of at least two classes"
+            "add images of another class"
         )
 
 

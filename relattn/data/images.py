@@ -175,7 +175,7 @@ class ImageData:
             (5, 2)
         """
         if test_images is None and test_labels is not None:
-            raise ValueError("test_labels needs test_images: give both or neither")
+            raise ValueError("test_labels needs test_images: pass both or neither")
         whole = _check_split(images, labels, len(class_names), "images")
         train, validation = split_validation(whole, num_validation, split_seed)
         test = validation
@@ -281,23 +281,23 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
         raise ValueError(
             f"{name} has shape {images.shape} and dtype {images.dtype}, expected uint8 "
             "[n, height, width, channels], for volumes [n, frames, height, width, "
-            "channels]: for values in [0, 1] give (255 * images).round()"
+            "channels]: for values in [0, 1] pass (255 * images).round()"
             ".astype(np.uint8)"
         )
     first, *_, before_last, last = images.shape[1:]
     if images.ndim == 4 and first in (1, 3) and last > 4 and before_last > 4:
         raise ValueError(
             f"{name} has shape {images.shape}, which is [n, channels, height, width]: "
-            "give images.transpose(0, 2, 3, 1)"
+            "pass images.transpose(0, 2, 3, 1)"
         )
     if images.ndim == 4 and last > 4 and last == before_last:
         raise ValueError(
             f"{name} has shape {images.shape}, which is [n, frames, height, width], "
-            "volumes without an axis of channels: give images[..., None]"
+            "volumes without an axis of channels: pass images[..., None]"
         )
     if not all(images.shape[1:]):
         raise ValueError(
-            f"{name} has shape {images.shape}, so the images have no pixels: give "
+            f"{name} has shape {images.shape}, so the images have no pixels: pass "
             "images of at least 1x1"
         )
     integers = np.issubdtype(labels.dtype, np.integer)
@@ -330,7 +330,7 @@ def _check_split(
     images, labels = np.array(images), np.asarray(labels)
     check_arrays(images, labels, name)
     if not len(images):
-        raise ValueError(f"{name} has no images: give at least one")
+        raise ValueError(f"{name} has no images: pass at least one")
     check_labels(labels, num_classes, name)
     return ImageSplit(images, labels.astype(np.int32))
 
@@ -464,7 +464,7 @@ def channel_statistics(
             values = images[start : start + rows, ..., channel]
             counts[channel] += np.bincount(values.ravel(), minlength=256)
     if not len(images):
-        raise ValueError("there are no images, so they have no mean: give at least one")
+        raise ValueError("there are no images, so they have no mean: pass at least one")
     frequencies = counts / counts.sum(axis=1, keepdims=True)
     values = np.arange(256) / 255
     mean = frequencies @ values

@@ -128,7 +128,7 @@ def load_data(config: ConfigDict) -> DataSource:
               crop in evaluation, by default 224;
             - ``short_side``: short side of an image before the central crop; 0, the
               default, is ``image_size`` / ``crop_pct``;
-            - ``crop_pct``: share of the short side that is cropped, by default
+            - ``crop_pct``: fraction of the short side that is cropped, by default
               224 / 256;
             - ``interpolation``: filter of the resize, by default "bilinear";
             - ``augment``: augmentation of training images after random crop and flip:

@@ -155,7 +155,7 @@ class PointData:
                 raise ValueError(
                     f"the (points, axes, channels) of {name} are {split.point_shape}, "
                     f"but those of train {self.train.point_shape}: pad the points and "
-                    "give a mask"
+                    "pass a mask"
                 )
 
     @classmethod
@@ -325,7 +325,7 @@ def read_point_sets(
     _, axes, channels = info.point_shape
     if isinstance(points, str | os.PathLike):
         file = Path(points)
-        points, listed = open_arrays(file, {*INPUTS}, "give a file of numpy.savez")
+        points, listed = open_arrays(file, {*INPUTS}, "pass a file of numpy.savez")
         if "positions" not in points:
             raise ValueError(
                 f"{file} has no array positions, only {listed or 'none'}: name the "
@@ -344,7 +344,7 @@ def read_point_sets(
     if found != (axes, channels):
         raise ValueError(
             f"points have {found[0]} axes and {found[1]} channels, but the model was "
-            f"trained on {axes} and {channels}: give as many"
+            f"trained on {axes} and {channels}: pass as many"
         )
     return joined
 

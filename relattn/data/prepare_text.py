@@ -16,7 +16,7 @@ Options:
   tiktoken downloads them;
 - ``--openwebtext=DIR``: reads a local copy; without DIR, OpenWebText needs
   ``pip install relattn[openwebtext]`` and a network;
-- ``--val_fraction``: without ``--validation``, the share of the text for validation,
+- ``--val_fraction``: without ``--validation``, the fraction of the text for validation,
   by default the last tenth of the files in order, or 0.0005 of OpenWebText's
   documents.
 
@@ -95,8 +95,8 @@ def prepare_files(
             in order.
         output: Folder to write.
         tokenizer: Tokenizer that encodes the text.
-        val_fraction: Share of the bytes, at the end, for validation; without effect if
-            there are ``validation_inputs``. Lines of JSON are not divided.
+        val_fraction: Fraction of the bytes, at the end, for validation; without effect
+            if there are ``validation_inputs``. Lines of JSON are not divided.
         test_inputs: Files for the test, like ``inputs``; none for no test text.
         validation_inputs: Files for validation, like ``inputs``.
         field: Name of the text in each line of JSON.
@@ -122,7 +122,7 @@ def prepare_files(
     for path in (*inputs, *validation_inputs, *test_inputs):
         if not path.is_file():
             raise FileNotFoundError(
-                f"the input {path} is missing: give the path of a text file"
+                f"the input {path} is missing: pass the path of a text file"
             )
         if path.suffix.lower() == ".json":
             raise ValueError(
@@ -162,7 +162,7 @@ def _whole(inputs: Sequence[Path], tokenizer: Tokenizer, field: str) -> Iterator
     sizes = _sizes(inputs)
     if not sum(sizes):
         names = ", ".join(map(str, inputs))
-        raise ValueError(f"there is no text in {names}: give a file that has some")
+        raise ValueError(f"there is no text in {names}: pass a file that has some")
     return _pieces(inputs, sizes, 0, sum(sizes), tokenizer, field)
 
 
@@ -208,7 +208,7 @@ def prepare_documents(
             column ``text`` of the split ``train``.
         output: Folder to write.
         tokenizer: Tokenizer that encodes the text.
-        val_fraction: Share of the documents for validation.
+        val_fraction: Fraction of the documents for validation.
 
     Returns:
         The description of the written files.
@@ -358,10 +358,10 @@ def read_lines(path: Path, begin: int, end: int, field: str) -> Iterator[str]:
             if not problem and field not in values:
                 names = shorten(", ".join(values))
                 problem = (
-                    f" has no field {field!r}, only {names}: give its name by --field"
+                    f" has no field {field!r}, only {names}: pass its name by --field"
                 )
             elif not problem and not isinstance(values[field], str):
-                problem = f" has no text as its {field!r}: give another name by --field"
+                problem = f" has no text as its {field!r}: pass another name by --field"
             elif not problem and not _is_unicode(values[field]):
                 problem = " has half of a surrogate pair, \\ud8..: correct the line"
             elif problem:
@@ -526,14 +526,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--val_fraction",
         type=float,
-        help="share of the text that is held out for validation",
+        help="fraction of the text that is held out for validation",
     )
     options = parser.parse_args(argv)
     output = check_folder(options.output, "--output")
     for name in ("test", "validation"):
         if getattr(options, name) and not options.input:
             raise ValueError(
-                f"--{name} needs plain files as the training text: give --input"
+                f"--{name} needs plain files as the training text: pass --input"
             )
     if options.validation and options.val_fraction is not None:
         raise ValueError(

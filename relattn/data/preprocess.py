@@ -93,7 +93,7 @@ def _inputs(batch: Any, name: str) -> Any:
     if name not in batch:
         raise ValueError(
             f"the model reads {name!r} of a batch, which has only "
-            f"{', '.join(map(repr, sorted(batch)))}: give data of the kind that it was "
+            f"{', '.join(map(repr, sorted(batch)))}: pass data of the kind that it was "
             "trained on"
         )
     return batch[name]
@@ -273,11 +273,11 @@ def preprocess(
     if image_size < 1:
         raise ValueError(f"image_size={image_size} must be at least 1")
     if (mean is None) != (std is None):
-        raise ValueError("mean and std go together: give both or neither")
+        raise ValueError("mean and std go together: pass both or neither")
     if images.dtype != np.uint8:
         raise ValueError(
             f"images are {images.dtype}, expected uint8 from 0 to 255: for values in "
-            "[0, 1] give (255 * images).round().astype(np.uint8)"
+            "[0, 1] pass (255 * images).round().astype(np.uint8)"
         )
     if change is None:
         values = _scale_and_resize(images, image_size)

@@ -195,7 +195,7 @@ class FileTokenizer:
         path = expand(path, "tokenizer")
         if not path.is_file():
             raise FileNotFoundError(
-                f"the tokenizer {path} is missing: give the path of a "
+                f"the tokenizer {path} is missing: pass the path of a "
                 f"{TOKENIZER_FILE} of Hugging Face"
             )
         with naming(path):

@@ -365,7 +365,7 @@ def _decode(
     if channels not in (1, 3):
         raise ValueError(
             f"{name} is an image file or a Pillow image, but the model was trained on "
-            f"images of {channels} channels: give arrays [height, width, {channels}]"
+            f"images of {channels} channels: pass arrays [height, width, {channels}]"
         )
     if isinstance(source, Image.Image):
         image = decode_image(source, name, background=background)
@@ -373,7 +373,7 @@ def _decode(
         path = Path(source)
         name = str(path)
         if path.is_dir():
-            raise ValueError(f"{path} is a folder: give a list of image files")
+            raise ValueError(f"{path} is a folder: pass a list of image files")
         with open_image(path, name) as image:
             image = decode_image(image, name, background=background)
     if channels == 1 and image.mode != "L":
@@ -399,11 +399,11 @@ def _check_array(
     lowest, highest = pixels.min(), pixels.max()
     if not np.issubdtype(pixels.dtype, np.integer):
         if lowest >= 0 and highest <= 1:
-            fix = "give (255 * images).round().astype(np.uint8)"
+            fix = "pass (255 * images).round().astype(np.uint8)"
         elif lowest >= 0 and highest <= 255:
-            fix = "give images.round().astype(np.uint8)"
+            fix = "pass images.round().astype(np.uint8)"
         else:
-            fix = "give images that are not standardised, as np.uint8 from 0 to 255"
+            fix = "pass images that are not standardised, as np.uint8 from 0 to 255"
         raise ValueError(
             f"{name} has {pixels.dtype} values from {float(lowest):.3g} to "
             f"{float(highest):.3g}, but the model takes integers from 0 to 255 and "

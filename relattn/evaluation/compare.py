@@ -191,7 +191,7 @@ def _one_label(infos: Sequence[ImageInfo], class_name: str) -> tuple[int, str]:
     labels = [class_index(class_name, info.class_names) for info in infos]
     if len(set(labels)) > 1:
         raise ValueError(
-            f"class {class_name!r} has different labels in the runs' data sets: give "
+            f"class {class_name!r} has different labels in the runs' data sets: pass "
             "its number"
         )
     titles = dict.fromkeys(info.class_names[labels[0]] for info in infos)

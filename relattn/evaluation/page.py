@@ -101,7 +101,7 @@ class Page:
         for key, texts in (("names", names), ("descriptions", descriptions)):
             if texts and len(texts) != len(runs):
                 raise ValueError(
-                    f"got {len(texts)} {key} for {len(runs)} runs: give one for each"
+                    f"got {len(texts)} {key} for {len(runs)} runs: pass one for each"
                 )
         self._runs = runs
         self._names = names or [run.workdir.name for run in runs]

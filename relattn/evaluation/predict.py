@@ -206,7 +206,7 @@ def _predict_saved(
     num_classes = loaded.config.get("num_classes", 0)
     if loaded.model.inputs != "images" or not num_classes:
         raise ValueError(
-            f"{folder} does not tell classes of images: name a run or a model that does"
+            f"{folder} does not classify images: name a run or a model that does"
         )
     check_top(given.top, num_classes)
     apply = jax.jit(loaded.model.apply)
@@ -242,13 +242,13 @@ def _split_paths(workdir: str | None, paths: list[str]) -> tuple[str, list[str]]
     if workdir is None:
         if not paths:
             raise ValueError(
-                "the run and the images are missing: give them, as in relattn predict "
+                "the run and the images are missing: pass them, as in relattn predict "
                 "RUN a.jpg photos"
             )
         workdir, *paths = paths
     if not paths:
         raise ValueError(
-            "the images are missing: give files or folders after the run directory"
+            "the images are missing: pass files or folders after the run directory"
         )
     return workdir, paths
 

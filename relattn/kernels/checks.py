@@ -122,11 +122,11 @@ def bound_hint(size: Any, bound: str) -> str:
         ''
         >>> (n,) = jax.export.symbolic_shape("n")
         >>> bound_hint(n, "<= 4")
-        ': give the symbolic size its bound, constraints=["n <= 4"]'
+        ': bound the symbolic size by constraints=["n <= 4"]'
     """
     if not is_symbolic_dim(size):
         return ""
-    return f': give the symbolic size its bound, constraints=["{size} {bound}"]'
+    return f': bound the symbolic size by constraints=["{size} {bound}"]'
 
 
 def check_static(size: Any, what: str) -> None:

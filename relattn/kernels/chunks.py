@@ -76,8 +76,8 @@ def sum_causally(
 ) -> tuple[LinearState, Array, Array | None]:
     """Computes the sums over earlier keys of a scan's next tokens.
 
-    ``tokens`` are queries, keys, values, mask and segment starts, each of the last two
-    or None. Returns the state after them, and sums and magnitudes for `divide_sums`, of
+    ``tokens`` are queries, keys, values, mask and segment starts; the last two may be
+    None. Returns the state after them, and sums and magnitudes for `divide_sums`, of
     shape ``[*batch, parallel, n / parallel, width]``.
     """
     q, k, v, mask, starts = tokens
@@ -89,8 +89,8 @@ def sum_causally(
     if state.sums.shape != expected:
         raise ValueError(
             f"the state has sums of shape {state.sums.shape}, but these tokens and "
-            f"features need {expected}: give the state that causal_linear_attention "
-            "returned for the tokens before, or None for the first tokens"
+            f"features need {expected}: pass the state that causal_linear_attention "
+            "returned for the earlier tokens, or None if there are none"
         )
     # Factors of the pairs j <= i of a chunk, and of the sums before it.
     size = q.shape[-2] // parallel

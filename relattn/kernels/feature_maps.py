@@ -25,7 +25,7 @@ _MAX_EXPONENT = 80.0
 # Exponents of Hedgehog are at most 0: sums of keys stay far from overflow, and weights
 # underflow below exp(-143) instead of exp(-83).
 _HEDGEHOG_SHIFT = 60.0
-# Squared norm below which `unit_norm` leaves vectors short.
+# Squared norm below which `unit_norm` does not make vectors unit vectors.
 _MIN_SQUARED_NORM = 1e-6
 
 
@@ -224,9 +224,9 @@ def hedgehog_features(
 ) -> Features:
     """Computes learned exponential features (Hedgehog).
 
-    phi(x) = softmax([W x, -W x]), over the features of a token. With a W for each head
-    and one each for queries and keys, trained to that end, phi(q) . phi(k) imitates the
-    weights of a softmax attention.
+    phi(x) = softmax([W x, -W x]), over the features of a token. With a W for each head,
+    separate for queries and keys, phi(q) . phi(k) can be trained to imitate the weights
+    of softmax attention.
 
     The sum of a query's features cancels in the quotient of linear attention. That of a
     key bounds its features, so that no key takes all weight because it is long.

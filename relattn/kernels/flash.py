@@ -1,7 +1,7 @@
-"""Flash attention by cuDNN or own kernels on GPUs, and by JAX's kernels on TPUs.
+"""Flash attention: cuDNN's or our kernels on GPUs, JAX's kernels on TPUs.
 
-Only cuDNN's ran on a device: they equal the reference on an H200. All have first
-derivatives in reverse mode only.
+Only cuDNN's have run on a device, an H200, where they equal the reference. All have
+only first derivatives, in reverse mode.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CUDNN_LENGTH = 2
 def flash_branches(
     q: Array, k: Array, v: Array, *, causal: bool, precision: jax.lax.PrecisionLike
 ) -> dict[str, Callable[[Array, Array, Array], Array]]:
-    """Finds flash attention that a platform has for queries, keys and values.
+    """Finds the platform's flash attention for queries, keys and values.
 
     They must be long enough for it (`PlatformDefaults.flash_length`) and have one dtype
     and batch, and values as wide as keys. cuDNN computes in half precision only. A
@@ -103,11 +103,11 @@ def fused_branches(
         bias: The bias of the offset that the branches will get, or None.
         grid: Size of each axis of the tokens after the prefix; the kernels take at most
             two axes.
-        **options: Further ones of `relattn.kernels.pallas_gpu.softmax.attend_on_gpu`.
+        **options: Other options of `relattn.kernels.pallas_gpu.softmax.attend_on_gpu`.
 
     Returns:
-        Branches of `jax.lax.platform_dependent`, or none. Their arguments are q, k, v,
-        a key mask, numbers of segments and a bias, each but the first three or None.
+        Branches of `jax.lax.platform_dependent`, or none. Their arguments are q, k and
+        v, and a key mask, segment numbers and a bias, each of which may be None.
 
     Example:
         >>> x = jnp.ones((7, 5))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from relattn.kernels.platform import varying_axes
 from relattn.kernels.precision import widen
 
-# If weights cancel to less than this share of their magnitudes, the rest is noise.
+# If weights cancel to less than this fraction of their magnitudes, the rest is noise.
 MIN_SHARE = 1e-4
 
 # The shift before the first key; finite, so that differences of shifts are not NaN.

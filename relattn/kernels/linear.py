@@ -302,8 +302,8 @@ def causal_linear_attention(
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With ``return_state``,
-        also the state. Derivatives are reverse-mode only, and first ones where a kernel
-        of the platform computes the function.
+        also the state. Only reverse-mode derivatives are supported, and only first ones
+        where a kernel of the platform computes the function.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, ``chunk_size`` is less than

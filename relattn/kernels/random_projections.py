@@ -30,12 +30,12 @@ class RandomFeatures:
         projection: Projection W, shape ``[num_features, head_dim]``; with leading axes
             in a stack of layers, as `flax.linen.scan` and `flax.nnx.vmap` make them.
         layer: Number of the projection, different for every projection of a model. A
-            stack has the numbers from this one on.
+            stack has this number and the next ones.
         orthogonal: Whether the rows are orthogonal within blocks.
         norms: Norms of the rows: ``"chi"``, those of Gaussian vectors, or ``"fixed"``,
             always sqrt(head_dim).
-        sign_corrected: Whether the rows are uniform among orthogonal ones, by the signs
-            of the QR decomposition that draws them.
+        sign_corrected: Whether the signs of the QR decomposition are corrected, so that
+            the rows are uniform among orthogonal ones.
     """
 
     # Any: JAX transformations put shardings, placeholders and stacked arrays here.
@@ -220,8 +220,8 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
     W_layer = draw_random_features(key, layer, index). The old projections have no
     influence, so every process gets the same projections for the same index.
 
-    A projection with leading axes belongs to a stack of layers: they get what layers
-    ``layer``, ``layer + 1``, ... get that are not stacked, in row-major order.
+    A projection with leading axes belongs to a stack of layers. They get the
+    projections of separate layers ``layer``, ``layer + 1``, ..., in row-major order.
 
     Args:
         collection: A pytree with `RandomFeatures`; other leaves are kept.
@@ -262,17 +262,17 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
     )
     if leaves and not any(isinstance(leaf, RandomFeatures) for leaf in leaves):
         raise ValueError(
-            "the collection has no RandomFeatures to redraw: give "
+            "the collection has no RandomFeatures to redraw: pass "
             f"variables['random_features'], and {RESTORE}"
         )
     return jax.tree.unflatten(treedef, map(draw, leaves))
 
 
 def draw_constant(draw: Callable[[Key[Array, ""]], Any]) -> Any:
-    """Draws a random constant of a model, which no checkpoint has.
+    """Draws a random constant of a model, which checkpoints do not store.
 
-    So it must be the same wherever the model is used: with every setting of JAX, and in
-    a compiled function too, which has it as a constant.
+    So it must be the same wherever the model is used: under every setting of JAX, and
+    inside compiled functions, where it is a constant.
 
     Args:
         draw: Maps a PRNG key to arrays.

@@ -84,8 +84,8 @@ def softmax_attention(
 
     Scores, softmax and sums are float32 or wider. A query without allowed keys gives
     zeros. On GPUs and TPUs it is flash attention where that pays: without masks,
-    segments, bias, ``precision`` and ``return_logsumexp``; its derivatives are first
-    ones, in reverse mode, and its weights have the dtype of the values.
+    segments, bias, ``precision`` and ``return_logsumexp``; then it has only first
+    derivatives, in reverse mode, and its weights have the dtype of the values.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -109,8 +109,8 @@ def softmax_attention(
         wider; `MASKED_SCORE` without allowed keys.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or ``segment_ids`` with
-            other queries than keys.
+        ValueError: If shapes or dtypes do not fit together, or ``segment_ids`` are
+            given, but not as many queries as keys.
 
     Example:
         >>> x = jnp.eye(3)

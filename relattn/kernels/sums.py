@@ -118,8 +118,8 @@ def attend_sums(
     # phi(q_i)_f = e^(b_if + c_f - r_i), times the factor of the feature.
     phi = scale_queries(features, state.shift)
     product = functools.partial(einsum, "...nf,...fe->...ne")
-    # phi(q_i)^T S and phi(q_i)^T z, apart: a product that is wider by a column takes
-    # half as long again on CPUs.
+    # phi(q_i)^T S and phi(q_i)^T z, separately: on CPUs a product with one more column
+    # takes 1.5 times as long.
     numerator, normalizer = (product(phi, x) for x in split_ones(state.sums))
     # sum_f |phi(q_i)_f| sum_j |phi(k_j)_f|, for the guard.
     magnitudes = None

@@ -25,8 +25,8 @@ def polyphase_anchor(
        sum over patches of (sum of the patch)^2.
     2. Of the patches of this phase, the one that starts at the pixel with the largest
        key comes first: key = sum_ab (3/4)^a (7/8)^b x(row + a, column + b). On a torus
-       this choice changes nothing but rounding. Of phases with equal energies it
-       decides too.
+       this choice changes nothing but rounding. It also decides between phases of equal
+       energy.
 
     The result for a shifted image is the same bit for bit, unless two keys are equal:
     all sums add the same numbers in the same order.
@@ -102,7 +102,8 @@ def anchor_shifts(
             return x + (total - share * total)
 
         key = jax.lax.fori_loop(0, pixels.shape[axis], add, jnp.zeros_like(key))
-    # The first patch has the largest key among those of the phases of most energy.
+    # The first patch has the largest key among those of the phases with the most
+    # energy.
     chosen = jnp.where(jnp.tile(largest, (1, *grid)), key, -jnp.inf)
     first = jnp.argmax(chosen.reshape(images.shape[0], height * width), axis=-1)
     return jnp.stack(divmod(first, width), axis=-1)

@@ -101,7 +101,7 @@ def _patch(width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
     if side**2 * channels != width:
         raise ValueError(
             f"to_patch_embedding.2.weight takes {width} values, not a square patch of "
-            f"{shorten(channels)} channels: give channels in a config.json beside the "
+            f"{shorten(channels)} channels: set channels in a config.json beside the "
             "checkpoint"
         )
     return channels, side
@@ -146,7 +146,7 @@ def translution(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
             count = math.prod(image_size(settings)) // side**2
         else:
             raise ValueError(
-                "no tensor shows the size of the images: give image_size in a "
+                "no tensor shows the size of the images: set image_size in a "
                 "config.json beside the checkpoint"
             )
         grid = position_grid(count, settings, [side, side])

@@ -53,8 +53,8 @@ class GPT(nn.Module):
             use softmax; 0 for all layers.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
-        drop_path: Rate at which an example skips a branch of the last layer, stochastic
-            depth; from zero in the first layer, it grows equally from layer to layer.
+        drop_path: Stochastic depth: rate at which an example skips a branch of the last
+            layer; it grows linearly from zero in the first layer.
         qkv_bias: Whether queries, keys and values have a bias.
         out_bias: Whether the attentions' output projections have a bias.
         mlp_bias: Whether the feed-forward networks have biases.
@@ -62,10 +62,11 @@ class GPT(nn.Module):
         tie_head: Whether the head's matrix is the transposed embedding.
         norm_type: ``"layer_norm"``, or ``"rms_norm"``, which subtracts no mean and has
             no bias.
-        norm_eps: The norms' constant added to the variance.
-        activation: Of the feed-forward networks: ``"gelu"``; ``"gelu_tanh"``, its
-            approximation by tanh; ``"quick_gelu"``, x sigmoid(1.702 x); or
-            ``"swiglu"``, silu(W_gate x) * W_hidden x in place of gelu(W_hidden x).
+        norm_eps: Constant that the norms add to the variance.
+        activation: Activation of the feed-forward networks: ``"gelu"``;
+            ``"gelu_tanh"``, its approximation by tanh; ``"quick_gelu"``, x
+            sigmoid(1.702 x); or ``"swiglu"``, silu(W_gate x) * W_hidden x in place of
+            gelu(W_hidden x).
         dtype: Compute dtype; parameters are float32.
         precision: Precision of matrix products, one of those that
             `jax.default_matmul_precision` takes: ``"default"``, ``"high"`` or
@@ -152,7 +153,7 @@ class GPT(nn.Module):
 
         Raises:
             ValueError: If the sequence is longer than ``context_length``, or ``index``
-                no position in it.
+                is not a position in it.
         """
         attentions, make_position = layer_attentions(
             self.attention,

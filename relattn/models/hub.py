@@ -62,13 +62,13 @@ def download(name: str, files: tuple[str, ...]) -> Path:
     Example:
         >>> download("hf:vit", ())
         Traceback (most recent call last):
-        ValueError: 'hf:vit' names no model of the hub: give hf:owner/name, or \
+        ValueError: 'hf:vit' is not a model on the hub: write hf:owner/name or \
 hf:owner/name@revision
     """
     model, _, revision = name.removeprefix(PREFIX).partition("@")
     if not _ID.fullmatch(name.removeprefix(PREFIX)):
         raise ValueError(
-            f"{shorten(name)} names no model of the hub: give hf:owner/name, or "
+            f"{shorten(name)} is not a model on the hub: write hf:owner/name or "
             "hf:owner/name@revision"
         )
     try:
@@ -88,7 +88,7 @@ hf:owner/name@revision
         if kind == "LocalEntryNotFoundError":
             raise FileNotFoundError(
                 f"{name} is not in the cache of huggingface_hub, and cannot be "
-                "downloaded: connect to a network, or download it elsewhere and give "
+                "downloaded: connect to a network, or download it elsewhere and pass "
                 "its folder"
             ) from error
         raise FileNotFoundError(

@@ -39,18 +39,19 @@ class PointTransformer(nn.Module):
         num_heads: Number of heads.
         head_dim: Width of a head; 0 for dim / num_heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
-        attention: Spec of the attention, of one that needs no grid and no order.
-        position: Spec of the position encoding, one that is ``continuous``.
+        attention: Spec of an attention that needs neither a grid nor an order of the
+            tokens.
+        position: Spec of a position encoding that is ``continuous``.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
-        drop_path: Rate at which an example skips a branch of the last layer, stochastic
-            depth; from zero in the first layer, it grows equally from layer to layer.
+        drop_path: Stochastic depth: rate at which an example skips a branch of the last
+            layer; it grows linearly from zero in the first layer.
         qkv_bias: Whether queries, keys and values have a bias.
         out_bias: Whether the attentions' output projections have a bias.
         mlp_bias: Whether the feed-forward networks have biases.
         norm_type: ``"layer_norm"`` or ``"rms_norm"``, see `relattn.models.ViT`.
-        norm_eps: The norms' constant added to the variance.
-        activation: Of the feed-forward networks, see `relattn.models.ViT`.
+        norm_eps: Constant that the norms add to the variance.
+        activation: Activation of the feed-forward networks, see `relattn.models.ViT`.
         scan_layers: Whether equal layers are compiled once, by `jax.lax.scan`; their
             parameters are then stacked.
         dtype: Compute dtype; parameters are float32. Waves of the positions are

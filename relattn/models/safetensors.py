@@ -1,7 +1,7 @@
 """Reads and writes safetensors files: a format without code, safe to read from others.
 
-The package of the same name does the work; here are its errors in one sentence, and a
-file that a reader never sees in part. Source:
+The package of the same name does the work. This module turns its errors into one
+sentence, and replaces files whole, so that a reader never sees a part of one. Source:
 https://github.com/huggingface/safetensors.
 """
 
@@ -34,8 +34,8 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
         An array for each name.
 
     Raises:
-        ValueError: If the file is truncated, damaged or no safetensors file, or holds a
-            dtype that NumPy does not have.
+        ValueError: If the file is truncated, damaged or not a safetensors file, or
+            holds a dtype that NumPy does not have.
         FileNotFoundError: If there is no such file.
 
     Example:
@@ -56,7 +56,7 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
         return load_file(path)
     except (SafetensorError, ValueError) as error:
         raise ValueError(
-            f"{path} is truncated, damaged or no safetensors file: copy or save it "
+            f"{path} is truncated, damaged or not a safetensors file: copy or save it "
             f"again ({one_line(error)})"
         ) from error
     except OSError as error:

@@ -507,7 +507,7 @@ def llama_settings(settings: Settings) -> dict[str, Any]:
         missing.append("sliding_window")
     if missing:
         raise ValueError(
-            f"the tensors do not show {', '.join(missing)}: give it in a config.json "
+            f"the tensors do not show {', '.join(missing)}: set it in a config.json "
             "beside the checkpoint (sliding_window may be null)"
         )
     if kind == "llama" and settings.get("sliding_window") is not None:
@@ -558,7 +558,7 @@ def num_heads(settings: Settings, key: str, dim: int) -> int:
     given = {name: settings[name] for name in ("num_heads", key) if name in settings}
     if not given:
         raise ValueError(
-            f"the tensors, of width {dim}, do not show the number of heads: give "
+            f"the tensors, of width {dim}, do not show the number of heads: pass "
             f"--num_heads, or {key} in a config.json beside the checkpoint"
         )
     name, heads = list(given.items())[-1]

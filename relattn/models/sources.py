@@ -123,7 +123,7 @@ def _check_tied(tensors: Tensors, embedding: str) -> None:
     head = tensors.get("lm_head.weight")
     if head is not None and not np.array_equal(head, tensors[embedding]):
         raise ValueError(
-            f"lm_head.weight is not {embedding}: if it is the head, give "
+            f"lm_head.weight is not {embedding}: if it is the head, set "
             "tie_word_embeddings=false in a config.json beside the checkpoint"
         )
 

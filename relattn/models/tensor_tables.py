@@ -361,7 +361,7 @@ def position_grid(
             if side > 0 and side**2 == count - first:
                 return (side, side)
         raise ValueError(
-            f"the table of positions has {count} rows, not a square grid: give "
+            f"the table of positions has {count} rows, not a square grid: set "
             "image_size=[height, width] in a config.json beside the checkpoint"
         )
     size = image_size(settings)

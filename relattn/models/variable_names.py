@@ -82,9 +82,9 @@ def unflatten(
 
 
 def cut_vocabulary(tensors: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Leaves out the rows of tables that are of no token.
+    """Leaves out the rows of tables that belong to no token.
 
-    Checkpoints have some that pad the vocabulary, or that were never used.
+    Some checkpoints have rows that pad the vocabulary or were never used.
 
     Args:
         tensors: The arrays of a model of text, by the names of `flatten`.

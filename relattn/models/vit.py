@@ -81,8 +81,8 @@ class ViT(nn.Module):
             use softmax; 0 for all layers.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
-        drop_path: Rate at which an example skips a branch of the last layer, stochastic
-            depth; from zero in the first layer, it grows equally from layer to layer.
+        drop_path: Stochastic depth: rate at which an example skips a branch of the last
+            layer; it grows linearly from zero in the first layer.
         qkv_bias: Whether queries, keys and values have a bias.
         out_bias: Whether the attentions' output projections have a bias.
         mlp_bias: Whether the blocks' feed-forward networks have biases.
@@ -92,10 +92,11 @@ class ViT(nn.Module):
         fc_norm: Whether this norm follows the pooling; otherwise it precedes it.
         norm_type: ``"layer_norm"``, or ``"rms_norm"``, which subtracts no mean and has
             no bias; of all norms.
-        norm_eps: The norms' constant added to the variance.
-        activation: Of the feed-forward networks: ``"gelu"``; ``"gelu_tanh"``, its
-            approximation by tanh; ``"quick_gelu"``, x sigmoid(1.702 x); or
-            ``"swiglu"``, silu(W_gate x) * W_hidden x in place of gelu(W_hidden x).
+        norm_eps: Constant that the norms add to the variance.
+        activation: Activation of the feed-forward networks: ``"gelu"``;
+            ``"gelu_tanh"``, its approximation by tanh; ``"quick_gelu"``, x
+            sigmoid(1.702 x); or ``"swiglu"``, silu(W_gate x) * W_hidden x in place of
+            gelu(W_hidden x).
         head: ``"linear"``, or ``"mlp"``: a hidden layer of ``mlp_dim`` and GELU
             before it.
         scan_layers: Whether equal layers are compiled once, by `jax.lax.scan`; their
@@ -117,9 +118,9 @@ class ViT(nn.Module):
         (1, 3)
 
     Source:
-        Translution, section 4.1 and table 1; the embedding, biases, norms and starts:
-        the authors' code; Guoji, Improving efficient Vision Transformers with RPEs,
-        section 3. Registers: Darcet et al., Vision Transformers Need Registers;
+        Translution, section 4.1 and table 1; the embedding, biases, norms and initial
+        values: the authors' code; Guoji, Improving efficient Vision Transformers with
+        RPEs, section 3. Registers: Darcet et al., Vision Transformers Need Registers;
         ``pre_norm`` and ``quick_gelu``: Radford et al., Learning Transferable Visual
         Models From Natural Language Supervision.
     """

@@ -139,7 +139,7 @@ def _vit(
     if parts.gated != (model["activation"] == "swiglu"):
         raise ValueError(
             f"{hidden} has a gate, which in relattn's ViT is that of SwiGLU: if its "
-            "activation is silu, give act_layer='silu' in a config.json beside the "
+            "activation is silu, set act_layer='silu' in a config.json beside the "
             "checkpoint"
             if parts.gated
             else f"{hidden} has no gate: relattn's ViT has silu in SwiGLU only"
@@ -281,10 +281,10 @@ def _timm_model(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Any]
         pool = "token"
     if pool is None:
         raise ValueError(
-            "cls_token is missing: if the model has none, give global_pool, such as "
+            "cls_token is missing: if the model has none, set global_pool, such as "
             "'avg', in a config.json beside the checkpoint"
             if not has_cls
-            else "fc_norm.weight: give global_pool, such as 'avg', in a config.json "
+            else "fc_norm.weight: set global_pool, such as 'avg', in a config.json "
             "beside the checkpoint"
         )
     if pool not in TIMM_POOLS:
@@ -315,7 +315,7 @@ def _timm_model(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Any]
     if has_pre_norm and not {"layer_norm_eps", "act_layer"} <= set(settings):
         raise ValueError(
             "norm_pre.weight: models with it, such as CLIP's, differ in activation and "
-            "epsilon: give the architecture, or act_layer and layer_norm_eps, in a "
+            "epsilon: set the architecture, or act_layer and layer_norm_eps, in a "
             "config.json beside the checkpoint"
         )
     activation = source_configs.activation(settings.get("act_layer", "gelu"))

@@ -1,7 +1,7 @@
 """The base class of attention modules, and softmax attention.
 
 `MultiHeadAttention` has the linear projections, the ``__call__`` of all attentions, and
-the cache for decoding. Subclasses fill in its hooks, most with one call of a kernel.
+the cache for decoding. Subclasses define its hooks, most by one call of a kernel.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Context(NamedTuple):
         """Returns the grid; raises ValueError with the ``need`` if there is none."""
         if self.grid is None:
             raise ValueError(
-                f"{need}: give grid=, or choose another attention for points, such as "
+                f"{need}: pass grid=, or choose another attention for points, such as "
                 "'softmax'"
             )
         return self.grid
@@ -173,11 +173,11 @@ class MultiHeadAttention(nn.Module):
     periodic: ClassVar[bool] = False
     # Whether parameters fit one grid only and cannot be resized.
     has_grid_tables: ClassVar[bool] = False
-    # Whether outputs depend on the order of the tokens, or on the number of those that
-    # the key mask leaves out too, whatever their positions.
+    # Whether outputs depend, whatever the positions, on the order of the tokens or on
+    # the number of masked tokens.
     needs_order: ClassVar[bool] = False
-    # For parameters that a mesh may split over devices: their axes, counted from the
-    # last; the first that divides evenly is split.
+    # Parameters that a mesh may split over devices, and their axes, counted from the
+    # last; the first axis that divides evenly is split.
     split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {}
 
     @classmethod
@@ -196,17 +196,17 @@ class MultiHeadAttention(nn.Module):
         """Raises ValueError if the attributes are invalid; called on every instance."""
         if self.num_heads < 1 or self.head_dim < 1:
             raise ValueError(
-                "num_heads must divide dim, or head_dim be given, got "
+                "num_heads must divide dim unless head_dim is given, got "
                 f"dim={self.dim} and num_heads={self.num_heads}"
             )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
-                "num_kv_heads must divide num_heads, or be 0 for as many, got "
+                "num_kv_heads must divide num_heads, or be 0 for num_heads, got "
                 f"num_kv_heads={self.num_kv_heads} and num_heads={self.num_heads}"
             )
         if self.num_kv_heads < self.num_heads and not self.has_grouped_form:
             raise ValueError(
-                f"{type(self).__name__} needs keys and values for every head, got "
+                f"heads of {type(self).__name__} cannot share keys and values, got "
                 f"num_kv_heads={self.num_kv_heads}: choose num_kv_heads=0, or "
                 "attention 'softmax', 'favor', 'relu' or 'hedgehog'"
             )
@@ -297,8 +297,8 @@ class MultiHeadAttention(nn.Module):
             )
         if isinstance(position, list | tuple):
             raise ValueError(
-                "position has the encodings of all layers: give that of this layer, "
-                "an entry of `Position.per_layer`"
+                "position has the encodings of all layers: pass the entry of this "
+                "layer in the list that Position.per_layer returns"
             )
         if memory is not None and (
             self.causal or not self.has_cross_form or position is not None
@@ -356,13 +356,13 @@ class MultiHeadAttention(nn.Module):
         Args:
             q: Queries, without the factor 1 / sqrt(head_dim).
             k: Keys; None for an attention without keys.
-            v: Values, perhaps widened by a position of the site ``values``.
+            v: Values, possibly widened by a position of the site ``values``.
             context: Mask, grid, position and other inputs of the call, see `Context`.
 
         Returns:
             Shape ``[batch, heads, n, value_dim]``; `merge` projects it.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no attend")
+        raise NotImplementedError(f"{type(self).__name__} must define attend")
 
     def decode(
         self,
@@ -395,7 +395,7 @@ class MultiHeadAttention(nn.Module):
             context: Grid, position and other inputs of the call, see `Context`.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} cannot decode: it defines no attend_step"
+            f"{type(self).__name__} cannot decode: it does not define attend_step"
         )
 
     def project(
@@ -512,15 +512,15 @@ def check_index(index: Any, num_tokens: Any, grid: offsets.Grid | None) -> None:
         grid: Length of the cache, or None.
 
     Raises:
-        ValueError: If the position is no single number, or out of range.
+        ValueError: If the position is not a single number, or is out of range.
 
     Example:
         >>> check_index(6, 1, (7,))
     """
     if np.ndim(index):
         raise ValueError(
-            f"index has shape {np.shape(index)}, but is one position for all examples "
-            "of the batch: for others, use jax.vmap over examples"
+            "index must be one position for all examples, got shape "
+            f"{np.shape(index)}: for a position for each, use jax.vmap over examples"
         )
     if isinstance(index, Tracer):
         return
@@ -529,8 +529,8 @@ def check_index(index: Any, num_tokens: Any, grid: offsets.Grid | None) -> None:
     if not 0 <= int(index) < length:
         raise ValueError(
             f"index={index} must be the position of the last token, 0 .. {length - 1}: "
-            "several tokens are the whole sequence from position 0, and one token "
-            "stands in the cache"
+            "pass the whole sequence from position 0, or one token at a position of "
+            "the cache"
         )
 
 

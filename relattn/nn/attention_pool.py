@@ -21,7 +21,7 @@ class AttentionPool(nn.Module):
     Attributes:
         num_heads: Number of heads.
         mlp_dim: Width of the feed-forward network's hidden layer.
-        norm_eps: The norm's constant added to the variance.
+        norm_eps: Constant that the norm adds to the variance.
         activation: See `relattn.nn.blocks.FeedForward`.
         dtype: Compute dtype; parameters are float32.
         norm_type: ``"layer_norm"`` or ``"rms_norm"``, see

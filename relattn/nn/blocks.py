@@ -164,14 +164,14 @@ class Linear(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Sets elements to zero at random, and divides the others by their share.
+    """Sets elements to zero at random, and divides the others by the fraction kept.
 
     One random byte decides whether an element is dropped, so the rate is rounded to a
     multiple of 1/256. On CPUs `flax.linen.Dropout` spends most of its time on random
     bits, and is three times slower.
 
     Attributes:
-        rate: Share of the elements that are set to zero.
+        rate: Fraction of the elements that are set to zero.
 
     Example:
         >>> x, rngs = jnp.ones(7), {"dropout": jax.random.key(0)}
@@ -225,7 +225,7 @@ class DropPath(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "batch n dim"]:
-        """Drops examples at a rate, perhaps traced; None for no drop."""
+        """Drops examples at a rate, which may be traced; None drops none."""
         if deterministic or rate is None:
             return x
         shape = (len(x), *[1] * (x.ndim - 1))
@@ -343,7 +343,7 @@ class TransformerBlock(nn.Module):
         attention_dropout: Dropout rate of the attention's output.
         dropout: Dropout rate of the feed-forward network.
         dtype: Compute dtype.
-        norm_eps: The norms' constant added to the variance.
+        norm_eps: Constant that the norms add to the variance.
         activation: See `FeedForward`.
         norm_type: ``"layer_norm"`` or ``"rms_norm"``, see `make_norm`.
         mlp_bias: Whether the feed-forward network has biases.
@@ -456,8 +456,8 @@ def transformer_blocks(
         scan: Whether to scan equal layers.
         remat: Whether the backward pass keeps only the input of each layer and
             recomputes the layer.
-        drop_path: Rate of `DropPath` in the last layer. From zero in the first, it
-            grows equally from layer to layer.
+        drop_path: Rate of `DropPath` in the last layer; it grows linearly from zero in
+            the first layer.
         **options: Further arguments of the blocks' call.
 
     Returns:

@@ -1,9 +1,9 @@
 """Attention kernels behind the interfaces of `jax.nn` and of Flax's attention layers.
 
-`dot_product_attention` has the layout and arguments of
-`jax.nn.dot_product_attention`; `attention_fn` makes the hook of the same name in
+`dot_product_attention` has the layout and arguments of `jax.nn.dot_product_attention`;
+`attention_fn` makes the hook of the same name in
 `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`, and
-`split_attention_mask` takes Flax's masks apart.
+`split_attention_mask` splits Flax's masks.
 """
 
 from __future__ import annotations
@@ -235,12 +235,12 @@ def attention_fn(
     heads. Softmax is always in float32 or wider.
 
     Args:
-        implementation: ``"softmax"``, which the names of `jax.nn` mean here too;
+        implementation: ``"softmax"``, which the names of `jax.nn` also select here;
             ``"favor"`` or ``"relu"``, linear attention with random features; or a
             kernel ``(q, k, v, **options)`` of `relattn.kernels`.
-        is_causal: Whether a token attends only to itself and earlier tokens. Fewer
-            queries than keys are the last of the tokens, as in decoding. Linear
-            attention needs it here instead of a causal mask.
+        is_causal: Whether a token attends only to itself and earlier tokens. If there
+            are fewer queries than keys, they are the last tokens, as in decoding.
+            Linear attention needs it here instead of a causal mask.
         key_mask: True, or other than zero, for keys that exist; broadcasts to
             ``[*batch, m]``. In decoding m is the length of the cache.
         **options: Options of the implementation, the same as those of
@@ -250,7 +250,7 @@ def attention_fn(
         A function ``(query, key, value, bias=None, mask=None, **settings)`` with the
         settings of `flax.linen.dot_product_attention` and
         `flax.nnx.dot_product_attention`. It raises ValueError for those that no kernel
-        has: sown weights, other einsums and positions.
+        supports: sown weights, custom einsums and positions.
 
     Example:
         >>> import flax.linen as nn
@@ -337,15 +337,15 @@ def attention_fn(
 def split_attention_mask(
     mask: ArrayLike,
 ) -> tuple[Bool[Array, "*batch m"], bool]:
-    """Takes a mask of Flax apart: the keys that exist, and whether it is causal.
+    """Splits a mask of Flax: returns the keys that exist, and whether it is causal.
 
-    mask_ij = query_mask_i key_mask_j, or the same for j <= i only and 0 for j > i. Such
-    are the masks that `flax.linen.make_attention_mask` makes of padding,
-    `flax.linen.make_causal_mask`, and both of them combined. Fewer queries than keys
-    are the last of the tokens.
+    mask_ij = query_mask_i key_mask_j, or the same for j <= i only and 0 for j > i. This
+    includes the masks that `flax.linen.make_attention_mask` makes from padding, those
+    of `flax.linen.make_causal_mask`, and both combined. If there are fewer queries than
+    keys, they are the last tokens.
 
     A query without keys is padding: its output is meaningless, and `attention_fn` does
-    not get to know of it. The mask's values must be known: inside of `jax.jit` pass
+    not know about it. The mask's values must be known: inside `jax.jit`, pass
     ``mask=key_mask[:, None, None]`` to the layer instead.
 
     Args:
@@ -372,8 +372,8 @@ def split_attention_mask(
         allowed = np.asarray(mask) != 0
     except jax.errors.TracerArrayConversionError:
         raise ValueError(
-            "split_attention_mask needs a mask whose values are known: take it apart "
-            "outside of jax.jit, or pass mask=key_mask[:, None, None] to the layer"
+            "split_attention_mask needs a mask whose values are known: call it outside "
+            "jax.jit, or pass mask=key_mask[:, None, None] to the layer"
         ) from None
     if allowed.ndim < 3:
         raise ValueError(f"mask must be [*batch, heads, n, m], got {allowed.shape}")
@@ -451,7 +451,7 @@ def _as_int32(lengths):
 def _read_window(size, scores, is_causal):
     """Returns the mask of a window of keys, None for all, and whether it is causal.
 
-    A window without end on the left is causal, or hides nothing.
+    A window that is unlimited on the left is causal, or hides nothing.
     """
     n, m = scores[-2:]
     if np.shape(size) not in ((), (2,)):

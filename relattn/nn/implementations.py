@@ -1,6 +1,6 @@
 """Kernels by name, called with arrays in the layout of `jax.nn`.
 
-`call_kernel` brings masks, causality and grouped queries into the form that a kernel
+`call_kernel` converts masks, causality and grouped queries to the form that a kernel
 takes, or raises.
 """
 
@@ -89,7 +89,7 @@ def resolve(
             options = {**options, "projection": drawn}
     if "key_mask" in options:
         raise ValueError(
-            "key_mask is no option of dot_product_attention: pass "
+            "dot_product_attention has no option key_mask: pass "
             "mask=key_mask[:, None, None]"
         )
     kernel = functools.partial(kernel, **options)
@@ -276,7 +276,7 @@ def _check_supported(kernel, arguments, is_causal, return_residual, sizes):
             f"{name} takes a mask of keys, [batch, 1, 1, m], got shape "
             f"{arguments['mask'].shape}; use is_causal=True instead of a causal mask, "
             "and mask=key_mask[:, None, None], or key_mask= of attention_fn, instead "
-            "of a padding mask (relattn.split_attention_mask takes Flax's masks "
+            "of a padding mask (relattn.split_attention_mask splits Flax's masks "
             f"apart), or {USE_SOFTMAX}"
         )
     if "key_mask" in arguments and not takes(kernel, "key_mask"):

@@ -101,7 +101,7 @@ class LinearAttention(MultiHeadAttention):
         feature_map: feature_maps.FeatureMap,
         context: Context,
     ) -> Float[Array, "*batch heads n value_dim"]:
-        """Computes linear attention; sows the share of sums of weights <= 0."""
+        """Computes linear attention; sows the fraction of sums of weights <= 0."""
         tables = self.tables(context)
         options = {"key_mask": context.key_mask, **tables}
         if self.causal:
@@ -194,8 +194,8 @@ class RandomFeatureAttention(LinearAttention):
         features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
         orthogonal: Whether the rows of the projection are orthogonal.
         norms: ``"chi"``, or ``"fixed"``, which is biased: see `draw_orthogonal`.
-        sign_corrected: Whether the rows are uniform among orthogonal ones, by the signs
-            of the QR decomposition that draws them. False, as in the code of Horn et
+        sign_corrected: Whether the signs of the QR decomposition are corrected, so that
+            the rows are uniform among orthogonal ones. False, as in the code of Horn et
             al., biases the features.
         eps: Added to every feature; None for the default of `positive_features`, 0, or
             of `relu_features`, 1e-3. Trigonometric features take none.
@@ -288,7 +288,7 @@ class RandomFeatureAttention(LinearAttention):
         feature_map: feature_maps.FeatureMap,
         context: Context,
     ) -> Float[Array, "*batch heads n value_dim"]:
-        """Computes linear attention; sows the share of keys that underflow."""
+        """Computes linear attention; sows the fraction of keys that underflow."""
         positive = self.features == "positive"
         if self.causal and positive and self.is_mutable_collection("intermediates"):
             lost = linear.underflowed(
@@ -314,9 +314,9 @@ class FavorAttention(RandomFeatureAttention):
     ``random_features``; `relattn.kernels.redraw` redraws it. With an offset bias b the
     weights are multiplied by exp(b), as in `relattn.kernels.toeplitz_linear_attention`.
 
-    Causal attention with positive features sows ``underflowed_keys``, the share of keys
-    that are too long to get any weight (see `relattn.kernels.causal_linear_attention`).
-    Training logs it.
+    Causal attention with positive features sows ``underflowed_keys``, the fraction of
+    keys that are too long to get any weight (see
+    `relattn.kernels.causal_linear_attention`). Training logs it.
 
     Attributes:
         normalize: Whether queries and keys are normalised before their position is
@@ -376,7 +376,7 @@ class BandedAttention(RandomFeatureAttention):
 
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3
-        (strategy 2); the start of w, which all position heads of a layer share: the
+        (strategy 2); the initial w, which all position heads of a layer share: the
         authors' code.
     """
 
@@ -401,7 +401,7 @@ class BandedAttention(RandomFeatureAttention):
         if not self.position_heads and self.num_heads % 2:
             raise ValueError(
                 "attention 'banded' makes half of the heads position heads: "
-                f"num_heads must be even, got {self.num_heads}; or give "
+                f"num_heads must be even, got {self.num_heads}; or pass "
                 "position_heads"
             )
         if not 0 <= self.position_heads <= self.num_heads:
@@ -507,7 +507,7 @@ class HedgehogAttention(LinearAttention):
     """Computes linear attention with learned exponential features (Hedgehog).
 
     out_i = phi_q(q_i)^T sum_j phi_k(k_j) v_j^T / phi_q(q_i)^T sum_j phi_k(k_j) with
-    phi(x) = softmax([W x, -W x]). Trained to that end, the weights imitate those of
+    phi(x) = softmax([W x, -W x]). The weights can be trained to imitate those of
     softmax attention.
 
     Every head has a W for its queries and one for its keys, which start as the

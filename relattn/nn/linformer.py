@@ -119,7 +119,7 @@ class LinformerAttention(MultiHeadAttention):
             if context.shared is None:
                 raise ValueError(
                     "attention 'linformer' with sharing='layers' needs the model's "
-                    "projection: give shared="
+                    "projection: pass shared="
                 )
             return context.shared, context.shared
         if self.sharing == "key_value":

@@ -449,7 +449,7 @@ class Model(_LinenModule):
             ``n = 1`` in decoding.
 
         Raises:
-            ValueError: If there is dropout and no stream for it.
+            ValueError: If the model has dropout, but no stream for it.
         """
         if deterministic is None:
             deterministic = self.deterministic
@@ -461,7 +461,7 @@ class Model(_LinenModule):
             stream = self.to_nnx__dropout if rngs is None else rngs["dropout"]
             if stream is None:
                 raise ValueError(
-                    "the model has dropout and no random numbers: give rngs=, or call "
+                    "the model has dropout but no random numbers: pass rngs=, or call "
                     "model.eval()"
                 )
             kwargs["rngs"] = nnx.Rngs(dropout=stream())

@@ -307,8 +307,8 @@ def _resolve_position(
     if max(len(values), len(others)) > 1:
         raise ValueError(
             f"position {position!r} has {len(values) + len(others)} terms that reach "
-            "the attention; a sum takes one, another one of the values, and any number "
-            "that are added to the tokens"
+            "the attention; a sum takes one for the scores, one for the values, and "
+            "any number that are added to the tokens"
         )
     if values and any(make.func is relative.RelativeValue for make in others):
         raise ValueError(

@@ -32,9 +32,9 @@ class OffsetAttention(MultiHeadAttention):
     Attributes:
         relative: The projections that depend on the offset, a subset of ``"qkv"``.
         absolute: Whether they depend on the pair of tokens (query, key) instead.
-        clip: Most rows and columns of offsets that have a matrix each; all larger ones
-            share a matrix, so that parameters fit a grid of any size. None for a matrix
-            for each offset of one grid.
+        clip: Largest number of rows and columns of an offset with a matrix of its own;
+            all larger offsets share one, so that the parameters fit a grid of any size.
+            None for a matrix for each offset of one grid.
     """
 
     relative: str = "qkv"
@@ -70,8 +70,8 @@ class OffsetAttention(MultiHeadAttention):
         check_choice("relative", self.relative, _SUBSETS)
         if self.clip is not None and (self.absolute or self.clip < 0):
             raise ValueError(
-                "Translution needs clip >= 0, the most rows and columns of a near "
-                "offset, or None, as with absolute=True, got "
+                "Translution needs clip >= 0, the largest number of rows and columns "
+                "of a near offset, or None, and None with absolute=True, got "
                 f"clip={self.clip} and absolute={self.absolute}"
             )
 

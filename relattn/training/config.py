@@ -136,9 +136,9 @@ def default_config() -> ConfigDict:
     config.num_epochs = 1
     # Length of the run in updates; 0 for that in epochs.
     config.num_steps = 0
-    # Share of each label that is spread over all classes, in training.
+    # Fraction of each label that is spread over all classes, in training.
     config.label_smoothing = 0.0
-    # Decay of the average of the parameters that is evaluated, 0.9999; 0 for none.
+    # Decay of the moving average of the parameters, such as 0.9999; 0 for none.
     config.ema_decay = 0.0
     config.optimizer = ConfigDict()
     # "adam", "adamw" or "sgd".
@@ -149,7 +149,7 @@ def default_config() -> ConfigDict:
     config.optimizer.b1 = 0.9
     # Decay rate of the second moment of Adam and AdamW, per update.
     config.optimizer.b2 = 0.999
-    # Decay rate of the sum of gradients that SGD follows; 0 for the gradient alone.
+    # Momentum of SGD; 0 for none.
     config.optimizer.momentum = 0.0
     # Weight decay of AdamW, a factor of the learning rate.
     config.optimizer.weight_decay = 0.0
@@ -166,9 +166,9 @@ def default_config() -> ConfigDict:
     config.schedule.warmup_steps = 0
     # Factor of the learning rate for each epoch, with "exponential".
     config.schedule.decay_rate = 1.0
-    # Number of updates after which random features are drawn again; 0 for never.
+    # Number of updates between redraws of the random features; 0 for never.
     config.redraw_every = 0
-    # Largest number of updates to skip since their loss or gradient is not finite.
+    # Largest number of updates to skip because their loss or gradient is not finite.
     config.max_skipped_updates = 0
     # Epochs without gain in validation accuracy (text: loss) to stop after; 0: never.
     config.early_stopping_epochs = 0
@@ -180,13 +180,13 @@ def default_config() -> ConfigDict:
     config.checkpoint_every_steps = 0
     # Number of updates between rows of the metrics.
     config.log_every_steps = 50
-    # What also gets the metrics: "tensorboard", "wandb", "tensorboard,wandb" or "".
+    # Loggers of the metrics: "tensorboard", "wandb", "tensorboard,wandb" or "".
     config.loggers = "tensorboard"
     # "pmap", a copy of the parameters on every device, or "mesh", which can split them.
     config.parallel = PARALLEL[0]
     # Number of devices over which "mesh" splits the parameters.
     config.model_axis = 1
-    # Number of devices; 0 for the most that fit the batch.
+    # Number of devices; 0 for the largest number that divides the batch.
     config.num_devices = 0
     # Whether to print progress.
     config.progress = True
@@ -302,7 +302,7 @@ def _check_float32(key: str, value: float) -> None:
     if (becomes == 0 != value) or (key in _FACTORS and becomes == 1 != value):
         raise ValueError(
             f"config.{key}={value!r} is {becomes:g} in float32, the type that it is "
-            f"used in: give a number further from {becomes:g}"
+            f"used in: choose a number further from {becomes:g}"
         )
 
 

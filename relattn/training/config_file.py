@@ -146,7 +146,7 @@ def _package_config(name: str) -> str:
     paths = _package_configs()
     if name not in paths:
         raise ValueError(
-            f"unknown --config {name!r}: {closest(name, paths)}; for a file, give "
+            f"unknown --config {name!r}: {closest(name, paths)}; for a file, pass "
             "its path, such as NAME.py"
         )
     folder = paths[name].parent

@@ -50,7 +50,7 @@ def initialize(
     if any(given) and not all(given):
         raise ValueError(
             "--coordinator=HOST:PORT, --num_processes and --process_id go together: "
-            "give all three, or --distributed alone on a cluster that JAX supports"
+            "pass all three, or --distributed alone on a cluster that JAX supports"
         )
     if all(given) and process_id >= num_processes:
         raise ValueError(
@@ -77,7 +77,7 @@ def initialize(
     except ValueError as error:
         raise ValueError(
             "--distributed found no cluster that JAX supports (SLURM, Open MPI, "
-            "Kubernetes, TPU): give --coordinator=HOST:PORT, --num_processes and "
+            "Kubernetes, TPU): pass --coordinator=HOST:PORT, --num_processes and "
             f"--process_id ({error})"
         ) from error
     except jax.errors.JaxRuntimeError as error:
@@ -182,7 +182,7 @@ def check_shared(workdir: Path) -> None:
         raise WorkdirError(
             f"--workdir {workdir} is not shared by all processes: process "
             f"{int(np.argmin(seen))} does not see a file that process 0 wrote there; "
-            "give a directory that all hosts share"
+            "pass a directory that all hosts share"
         )
 
 

@@ -148,10 +148,10 @@ def require_data(was_given: bool, info: DataInfo, workdir: Path, call: str) -> N
         >>> require_data(True, info, Path("runs/a"), "run.evaluate(data=...)")
         Traceback (most recent call last):
         ValueError: runs/a was trained on data given in memory ('plays'), which \
-config.data does not load: give them in Python by run.evaluate(data=...)
+config.data does not load: pass them in Python by run.evaluate(data=...)
     """
     if was_given:
         raise ValueError(
             f"{workdir} was trained on data given in memory ({info.name!r}), which "
-            f"config.data does not load: give them in Python by {call}"
+            f"config.data does not load: pass them in Python by {call}"
         )

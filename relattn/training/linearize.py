@@ -280,7 +280,7 @@ def imitate_softmax(
         if on_step is not None:
             on_step(len(history))
     if trained is None:
-        raise ValueError("batches is empty: give a batch of inputs for each update")
+        raise ValueError("batches is empty: pass a batch of inputs for each update")
     params = replace_params(frozen["params"], trained)
     return {**frozen, "params": params}, np.stack(jax.device_get(history))
 

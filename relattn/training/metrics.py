@@ -25,7 +25,7 @@ from relattn.messages import shorten
 TOP5_CLASSES = 10
 # The largest exponent whose exponential is a float.
 LARGEST_EXPONENT = 709.0
-# Values of an evaluation that are no metrics.
+# Values of an evaluation that are not metrics.
 RESERVED = ("count", "seconds")
 
 
@@ -59,7 +59,7 @@ def smoothed_cross_entropy(
     labels: Int[Array, "*batch"],
     smoothing: float,
 ) -> Float[Array, "*batch"]:
-    """Computes the loss of labels with a share that is spread over all classes.
+    """Computes the cross-entropy with label smoothing.
 
     loss = (1 - smoothing) CE(label) + smoothing mean_c CE(c), with the cross-entropy CE
 
@@ -67,7 +67,7 @@ def smoothed_cross_entropy(
         logits: Shape ``[*batch, classes]``.
         labels: The class of each example, or the token after each token, shape
             ``[*batch]``.
-        smoothing: The share, from 0 to 1.
+        smoothing: Fraction of each label that is spread over all classes, from 0 to 1.
 
     Returns:
         One loss for each label.

@@ -1,4 +1,4 @@
-"""Errors of orbax and TensorStore: their reasons, and no tracebacks besides."""
+"""Errors of orbax and TensorStore: finds their reasons, and suppresses tracebacks."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _read(options: Sequence[str]) -> dict[str, str | bool]:
         prefix, _, key = option.partition("config.")
         if key in found:
             shown = shorten(key).strip("'")
-            raise ValueError(f"--config.{shown} is given twice: give it once")
+            raise ValueError(f"--config.{shown} is given twice: pass it once")
         found[key] = text if equals else not prefix.endswith("no")
     return found
 

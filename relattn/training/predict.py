@@ -117,7 +117,7 @@ def features(
         for x, count in _inputs(run, images, batch_size, "Reading features", progress)
     ]
     if not found:
-        raise ValueError("images is empty: give at least one image")
+        raise ValueError("images is empty: pass at least one image")
     return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
 
 
@@ -176,7 +176,7 @@ def attention_weights(
         key, _, batches = _stored(run, inputs, sys.maxsize)
         batch = next(batches, None)
         if batch is None:
-            raise ValueError("inputs is empty: give at least one example")
+            raise ValueError("inputs is empty: pass at least one example")
         inputs = jnp.asarray(run.preprocess({key: batch}))
     layers = models.attention_weights(run.model, run.variables, inputs)
     if not -len(layers) <= layer < len(layers):
@@ -237,7 +237,7 @@ def _stop_token(stop: str, tokenizer: Tokenizer) -> int | None:
     if len(tokens) != 1:
         raise ValueError(
             f"stop={shorten(stop)} is {len(tokens)} tokens of the tokenizer "
-            f"{tokenizer.name!r}: give a text of one token"
+            f"{tokenizer.name!r}: pass a text of one token"
         )
     return int(tokens[0])
 
@@ -324,7 +324,7 @@ def read_text_split(
         ) from error
     tokens = tokenizer.encode(text)
     if len(tokens) < 2:
-        raise ValueError(f"{path} has {len(tokens)} tokens: give at least 2")
+        raise ValueError(f"{path} has {len(tokens)} tokens: pass at least 2")
     first = tokenizer.decode(tokens[:1])
     # A token that ends inside a character decodes to U+FFFD; a byte is one byte.
     skipped = 1 if tokenizer.name == "bytes" else len(first.encode())

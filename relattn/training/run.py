@@ -171,11 +171,11 @@ class Run:
             progress: Whether to show a progress bar on a terminal.
 
         Returns:
-            Arrays of NumPy, see `relattn.models.ImageFeatures`.
+            NumPy arrays, see `relattn.models.ImageFeatures`.
 
         Raises:
             ValueError: If the run is not on images, its model has no patches as tokens
-                or no such layer, or the images are as `predict` refuses them.
+                or no such layer, or the images do not fit, as for `predict`.
         """
         size = self._batch_size(batch_size)
         return predict_lib.features(self, images, layers, norm, size, progress)
@@ -206,7 +206,8 @@ class Run:
 
         Raises:
             ValueError: If the data are empty or of another kind, an option does not
-                apply to them or the model, or they are needed.
+                apply to them or the model, or the training data were given in memory
+                and ``data`` is None.
             CheckpointError: If they have other labels than the run predicts.
         """
         is_file = isinstance(data, str | Path)
@@ -345,7 +346,7 @@ class Run:
         license: str = "unspecified",
         dtype: DTypeLike | None = None,
     ) -> None:
-        """Writes the model to hand on: `relattn.load_pretrained` reads it.
+        """Writes the model for others to load with `relattn.load_pretrained`.
 
         Writes ``config.json``, ``model.safetensors``, the ``tokenizer.json`` of a run
         on text that has one, their checksums in ``manifest.json`` and a model card

@@ -96,8 +96,8 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
         checkpoint: ``"best"`` or ``"latest"``, of a run.
 
     Returns:
-        The run; that of a saved model has no training data, and no rows of its tables
-        that are of no token.
+        The run; that of a saved model has no training data, and its tables have only
+        the rows of tokens.
 
     Raises:
         ValueError: If the saved model is not of text, its tokenizer is unknown, or a

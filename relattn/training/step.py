@@ -200,7 +200,7 @@ def make_train_step(
             soft labels, and metrics count the label of larger weight.
         erase: Draws which pixels of an image are erased, see `relattn.data.make_erase`,
             from a key of (key, step, index in the global batch); None for no erasing.
-        label_smoothing: Share of each label that is spread over all classes, see
+        label_smoothing: Fraction of each label that is spread over all classes, see
             `smoothed_cross_entropy`.
         frozen: Maps the parameters to booleans, see
             `relattn.training.parameters.is_frozen`: those that have no gradient; None

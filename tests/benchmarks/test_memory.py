@@ -57,5 +57,5 @@ def test_text_data_has_the_context_length(config):
 
 @pytest.mark.parametrize("text", ["2", "2x", "0x4", "2x4x8", "-1x2", "axb"])
 def test_invalid_meshes_are_rejected(text):
-    with pytest.raises(ValueError, match=f"--meshes={text}: give DATAxMODEL"):
+    with pytest.raises(ValueError, match=f"--meshes={text}: pass DATAxMODEL"):
         read_mesh(text)

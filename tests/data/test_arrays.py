@@ -76,17 +76,17 @@ def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):
         ),
         ({"train_labels": LABELS[:6]}, r"has shape \(6,\) .*, expected 7 integers or"),
         ({"train_labels": LABELS / 2}, "dtype float64, expected 7 integers or names"),
-        ({"train_labels": LABELS * 0}, "are of one class, '0': give images of at leas"),
+        ({"train_labels": LABELS * 0}, "are of one class, '0': add images of another"),
         ({"train_images": IMAGES / 255}, r"float64, expected uint8 .*: for values in"),
         ({"class_names": ["a", "b", "a"]}, r"names in .*a.npz has 'a' twice: give ea"),
         (
             {"train_images": np.zeros((7, 2, 5, 5), np.uint8)},
-            r"which is \[n, frames, height, width\], volumes .*: give images\[..., No",
+            r"which is \[n, frames, height, width\], volumes .*: pass images\[..., No",
         ),
-        ({"class_names": ["a", "b"]}, r"train in .* have 2, which is no class of tra"),
+        ({"class_names": ["a", "b"]}, r"train in .* have 2, which is not a class of"),
         (
             {"test_images": IMAGES, "test_labels": LABELS + 1},
-            r"^the labels of test in .*a.npz have 3, which is no class of training",
+            r"^the labels of test in .*a.npz have 3, which is not a class of training",
         ),
         (
             {"test_images": IMAGES[:, 1:], "test_labels": LABELS},
@@ -94,7 +94,7 @@ def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):
         ),
         (
             {"test_images": IMAGES[:0], "test_labels": LABELS[:0]},
-            "images of test in .* are none: give at least one",
+            "test in .* has no images: add at least one",
         ),
         ({"train_labels": np.array([{}] * 7)}, r"cannot be read \(.*: write it with"),
     ],

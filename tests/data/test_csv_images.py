@@ -156,7 +156,7 @@ def test_quotes_spaces_other_columns_and_a_byte_order_mark_are_read(folder):
         ),
         (
             "path,label\nphotos/1.png,dog\nphotos/3.png,dog\n",
-            r"^all training images of .*all.csv are of one class, 'dog': give images",
+            r"^all training images of .*all.csv are of one class, 'dog': add images",
         ),
         (
             "path,label,split\nphotos/1.png,dog,\nphotos/2.png,cat,\nphotos/4.png,cow,test",

@@ -164,7 +164,7 @@ def test_each_problem_is_a_sentence_with_a_fix(tmp_path, datasets, make):
         r"has no column of labels, only 'image': cast it to datasets.ClassLabel$": (
             several.select_columns(["image"])
         ),
-        r"are of one class, 'fig': give images of at least two": make([1, 2], [1, 1]),
+        r"are of one class, 'fig': add images of another class": make([1, 2], [1, 1]),
         r"^row 1 of the split train in .* has the label None, expected 0 to 2: cor": (
             make([1, 2, 3], [0, None, 1])
         ),

@@ -359,5 +359,5 @@ def test_values_of_unknown_range_are_refused(mode):
 
 def test_unknown_background_raises():
     check_background("#fff")
-    with pytest.raises(ValueError, match="unknown data.background 'wite': give a col"):
+    with pytest.raises(ValueError, match="unknown data.background 'wite': choose a c"):
         check_background("wite")

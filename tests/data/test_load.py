@@ -112,7 +112,7 @@ def test_a_source_of_relattn_is_not_replaced():
         ),
         ({"labels": np.array([0, 1, 0, 0, 0, 0, -1])}, "are from -1 to 1, expected 0"),
         ({"labels": np.full(7, np.nan)}, "type float64, expected 7 integers"),
-        ({"images": np.zeros((7, 3, 5, 6), np.uint8)}, r"give images.transpose\(0, 2"),
+        ({"images": np.zeros((7, 3, 5, 6), np.uint8)}, r"pass images.transpose\(0, 2"),
         ({"images": np.full((7, 5, 3, 1), np.nan)}, "type float64, expected uint8"),
         ({"images": np.full((7, 5, 3, 1), 300)}, "type int64, expected uint8"),
         ({"images": np.zeros((7, 0, 3, 1), np.uint8)}, "the images have no pixels"),

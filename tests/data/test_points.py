@@ -219,7 +219,7 @@ def test_wrong_sets_of_a_user_raise(points, message):
 
 def test_wrong_files_of_a_user_raise(tmp_path):
     file = tmp_path / "mine.npz"
-    with pytest.raises(FileNotFoundError, match="is missing: give a file of numpy.sav"):
+    with pytest.raises(FileNotFoundError, match="is missing: pass a file of numpy.sav"):
         read_point_sets(file, INFO)
     np.savez(file, train_positions=np.zeros((2, 3, 3)))
     with pytest.raises(ValueError, match="no array positions, only train_positions: n"):

@@ -96,7 +96,7 @@ def test_a_validation_text_of_its_own(tmp_path, capsys):
     main([*arguments, f"--validation={validation}"])
     parts = [bytes(part).decode() for part in read_parts(tmp_path / "1")]
     assert parts == ["abcde", "fgé"]
-    with pytest.raises(ValueError, match=r"^there is no text in .*c.txt: give a file"):
+    with pytest.raises(ValueError, match=r"^there is no text in .*c.txt: pass a file"):
         prepare_files([train], tmp_path / "2", BYTES, validation_inputs=[empty])
     for other in ("--val_fraction=0.5", "--openwebtext"):
         words = arguments[other == "--openwebtext" :]
@@ -105,7 +105,7 @@ def test_a_validation_text_of_its_own(tmp_path, capsys):
         assert info.value.code == 2
     said = capsys.readouterr().err
     assert "--validation and --val_fraction both choose the validation text" in said
-    assert "--validation needs plain files as the training text: give --input" in said
+    assert "--validation needs plain files as the training text: pass --input" in said
 
 
 def test_files_are_split_between_characters(tmp_path):
@@ -359,8 +359,8 @@ def test_texts_and_lines_of_json_are_joined_in_order(tmp_path, capsys):
     [
         ("{", r"is not JSON \(Expecting.*\): correct the line"),
         ("7", r"has 7, which must be an object: correct the line"),
-        ('{"id": 7, "body": "a"}', "has no field 'text', only 'id, body': give its"),
-        ('{"text": ["a"]}', "has no text as its 'text': give another name by --field"),
+        ('{"id": 7, "body": "a"}', "has no field 'text', only 'id, body': pass its"),
+        ('{"text": ["a"]}', "has no text as its 'text': pass another name by --field"),
         (r'{"text": "\ud800"}', "has half of a surrogate pair, .*: correct the line"),
         ("\ufeff{}", r"is not JSON .*: correct the line"),
     ],

@@ -256,7 +256,7 @@ def test_other_and_damaged_files_are_refused(tmp_path, monkeypatch):
     message = r"damaged.json is no tokenizer.json of Hugging Face \(.*\): save it with"
     with pytest.raises(ValueError, match=message):
         load_tokenizer(str(tmp_path / "damaged.json"))
-    with pytest.raises(FileNotFoundError, match="no.json is missing: give the path of"):
+    with pytest.raises(FileNotFoundError, match="no.json is missing: pass the path of"):
         load_tokenizer(str(tmp_path / "no.json"))
 
 

@@ -77,7 +77,7 @@ def test_runs_that_do_not_fit_together_raise(invariant):
     with pytest.raises(ValueError, match="--data_dir=here does not apply"):
         open_shift_runs([invariant], data_dir="here")
     runs = open_shift_runs([invariant] * 2)
-    with pytest.raises(ValueError, match="got 1 names for 2 runs: give one for each"):
+    with pytest.raises(ValueError, match="got 1 names for 2 runs: pass one for each"):
         Page(runs, names=["one"])
     with pytest.raises(ValueError, match="got 3 descriptions for 2 runs"):
         Page(runs, descriptions=["", "", ""])

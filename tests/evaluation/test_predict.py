@@ -68,7 +68,7 @@ def test_classes_of_saved_models_have_names(tmp_path, photos, capsys):
 @pytest.mark.parametrize(
     ("config", "words", "message"),
     [
-        ({"num_classes": 0}, [], "does not tell classes of images: name a run"),
+        ({"num_classes": 0}, [], "does not classify images: name a run"),
         ({"num_classes": 7}, ["--top=8"], "--top=8 must be from 1 to 7"),
         ({"num_classes": 7}, ["--draws=2"], "--draws=2 needs a run"),
     ],

@@ -72,7 +72,7 @@ def test_a_stop_text_ends_the_continuation(workdir):
     stop = next(character for character in texts[0][7:] if character.isascii())
     cut = run.generate(["To be"] * 2, stop=stop, **options)
     assert cut == ["To be" + text[5:].partition(stop)[0] for text in texts]
-    with pytest.raises(ValueError, match="stop='end' is 3 tokens .*: give a text of"):
+    with pytest.raises(ValueError, match="stop='end' is 3 tokens .*: pass a text of"):
         run.generate("To be", stop="end")
 
 
@@ -220,7 +220,7 @@ def test_perplexity_of_a_text_file(workdir, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"a", "has 1 tokens: give at least 2"), (b"to\xff", "not UTF-8 .* at byte 2")],
+    [(b"a", "has 1 tokens: pass at least 2"), (b"to\xff", "not UTF-8 .* at byte 2")],
 )
 def test_a_text_file_that_cannot_be_evaluated(workdir, tmp_path, content, message):
     path = tmp_path / "a.txt"

@@ -211,7 +211,7 @@ def test_a_stack_gets_what_its_layers_get_alone(stack):
 
 def test_nothing_to_redraw_raises():
     assert random_projections.redraw({}, KEY, 1) == {}
-    with pytest.raises(ValueError, match="has no RandomFeatures to redraw: give"):
+    with pytest.raises(ValueError, match="has no RandomFeatures to redraw: pass"):
         random_projections.redraw({"projection": jnp.ones((7, 5))}, KEY, 1)
 
 

@@ -86,7 +86,9 @@ def test_a_sentence_says_that_huggingface_hub_is_missing(monkeypatch):
     ["hf:", "hf:vit", "hf:/vit", "hf:a/b/c", "hf:a/b@", "hf:a/b c", "hf:https://x/a/b"],
 )
 def test_other_names_are_refused(name):
-    message = rf"^{re.escape(repr(name))} names no model of the hub: give hf:owner/name"
+    message = (
+        rf"^{re.escape(repr(name))} is not a model on the hub: write hf:owner/name"
+    )
     with pytest.raises(ValueError, match=message):
         relattn.load_pretrained(name)
 
@@ -191,7 +193,7 @@ def test_a_model_that_is_not_in_the_cache_is_refused(cache, saved):
     add(cache, saved[0])
     message = (
         "^hf:owner/other is not in the cache of huggingface_hub, and cannot be "
-        "downloaded: connect to a network, or download it elsewhere and give its folder"
+        "downloaded: connect to a network, or download it elsewhere and pass its folder"
     )
     with pytest.raises(FileNotFoundError, match=message):
         relattn.load_pretrained("hf:owner/other")

@@ -145,7 +145,7 @@ def test_patches_are_in_row_major_order():
         ({"patch_size": (2, 3, 1)}, "must be a whole number of pixels, or two"),
         (
             {"num_heads": 3},
-            "num_heads must divide dim, or",
+            "num_heads must divide dim unless",
         ),
         ({"attention": "banded(clip=0)"}, "needs clip >= 1, got 0"),
         ({"attention": "favour"}, "unknown attention 'favour': did you mean 'favor'?"),

@@ -429,7 +429,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_damaged_file_is_refused(header, tmp_path):
     path = tmp_path / "model.safetensors"
     write_header(path, header)
-    message = f"{path} is truncated, damaged or no safetensors file: copy or save it"
+    message = f"{path} is truncated, damaged or not a safetensors file: copy or save it"
     with pytest.raises(ValueError, match=message) as raised:
         read_safetensors(path)
     assert len(str(raised.value)) < 700

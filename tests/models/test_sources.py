@@ -272,7 +272,7 @@ def llama(**settings):
         ({"model_type": "llama"}, "sliding_window=3, which Llama does not use: remove"),
         ({"model_type": "qwen2"}, "model_type='qwen2'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
-        ({"max_position_embeddings": None}, "do not show max_position_embeddings: giv"),
+        ({"max_position_embeddings": None}, "do not show max_position_embeddings: set"),
         ({"quantization_config": {}}, "quantization_config"),
     ],
 )
@@ -284,12 +284,10 @@ def test_another_llama_is_refused_by_its_key(settings, message):
 def test_the_window_of_mistral_is_asked_for():
     tensors, settings = llama()
     del settings["sliding_window"]
-    with pytest.raises(
-        ValueError, match="do not show sliding_window: give it in a con"
-    ):
+    with pytest.raises(ValueError, match="do not show sliding_window: set it in a con"):
         SOURCES["hf_llama"](tensors, settings)
     settings = {"num_attention_heads": 6}
-    message = "max_position_embeddings, rms_norm_eps, rope_theta, sliding_window: give"
+    message = "max_position_embeddings, rms_norm_eps, rope_theta, sliding_window: set"
     with pytest.raises(ValueError, match=message):
         SOURCES["hf_llama"](tensors, settings)
     every = SOURCES["hf_llama"](*llama(sliding_window=None)).config["model"]
@@ -319,7 +317,7 @@ def test_heads_are_asked_for(source, tmp_path):
     if source == "hf_vit":
         # Its images are not square.
         (tmp_path / "config.json").write_text('{"image_size": [6, 10]}')
-    with pytest.raises(ValueError, match="do not show the number of heads: give --num"):
+    with pytest.raises(ValueError, match="do not show the number of heads: pass --num"):
         convert(source, copied, tmp_path / "out")
     config = convert(source, copied, tmp_path / "out", num_heads=heads)
     assert config["model"]["num_heads"] == heads
@@ -361,7 +359,7 @@ def test_heads_of_performers_are_in_their_projections():
         (16, {}, (1, 4)),
         (16, {"channels": 4}, (4, 2)),
         (18, {"channels": 2}, (2, 3)),
-        (18, {}, "18 values, not a square patch of 3 channels: give channels in"),
+        (18, {}, "18 values, not a square patch of 3 channels: set channels in"),
         (12, {"channels": 1}, "12 values, not a square patch of 1 channels"),
         (12, {"channels": "3"}, "not a square patch of .3. channels"),
         (12, {"channels": 0}, "not a square patch of 0 channels"),
@@ -482,7 +480,7 @@ def test_parts_that_vit_lacks_are_named_first(name, message):
 def test_norm_pre_needs_activation_and_epsilon():
     """The tensors of CLIP's ViTs do not show whether they have quick_gelu."""
     tensors = {**timm_tensors(), **draw(both("norm_pre", DIM))}
-    with pytest.raises(ValueError, match="norm_pre.weight: .* give the architecture"):
+    with pytest.raises(ValueError, match="norm_pre.weight: .* set the architecture"):
         SOURCES["timm"](tensors, TIMM)
     settings = {**TIMM, "act_layer": "quick_gelu", "layer_norm_eps": 1e-5}
     model = SOURCES["timm"](tensors, settings).config["model"]
@@ -523,7 +521,7 @@ def test_a_gate_needs_its_activation():
     for layer in range(LAYERS):
         shapes = both(f"blocks.{layer}.mlp.fc1", 2 * HIDDEN, DIM)
         tensors |= draw(shapes)
-    with pytest.raises(ValueError, match="has a gate, .* give act_layer='silu'"):
+    with pytest.raises(ValueError, match="has a gate, .* set act_layer='silu'"):
         SOURCES["timm"](tensors, TIMM)
     model = SOURCES["timm"](tensors, {**TIMM, "act_layer": "silu"}).config["model"]
     assert (model["activation"], model["mlp_dim"]) == ("swiglu", HIDDEN)
@@ -736,7 +734,7 @@ def test_tensors_that_the_index_does_not_name_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("files", "given", "message"),
     [
-        ([], "", "is a folder: give the file of the weights, such as .*/model.safeten"),
+        ([], "", "is a folder: pass the file of the weights, such as .*/model.safeten"),
         (
             ["pytorch_model.bin.index.json"],
             "",

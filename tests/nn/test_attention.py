@@ -561,7 +561,7 @@ def test_later_tokens_do_not_change_shared_keys(attention):
     [
         ("softmax", "none", 4, "num_kv_heads must divide num_heads, or be 0.*got.*=4"),
         ("softmax", "none", -1, "got num_kv_heads=-1 and num_heads=6"),
-        ("banded", "none", 2, "BandedAttention needs keys and values for every head"),
+        ("banded", "none", 2, "heads of BandedAttention cannot share keys and values"),
         ("lor_translution", "none", 2, "choose num_kv_heads=0, or attention 'softmax'"),
         ("softmax", "learned + cayley_string", 2, "position 'cayley_string' encodes"),
         ("softmax", "rotary_values(learned=True)", 2, "choose num_kv_heads=0, or a"),
@@ -598,7 +598,7 @@ def test_attention_that_needs_a_grid_asks_for_it(attention, has_bias, options, w
     init = functools.partial(
         make_attention(layer=0).init, position=position, index=index
     )
-    with pytest.raises(ValueError, match=f"{what}.*: give grid="):
+    with pytest.raises(ValueError, match=f"{what}.*: pass grid="):
         jax.eval_shape(init, jax.random.key(0), np.zeros((2, N, DIM), np.float32))
 
 
@@ -638,7 +638,7 @@ def test_masks_of_other_shapes_raise(shape, dtype, message):
 
 def test_positions_of_all_layers_raise():
     module, variables, x, encoding = causal_layer("softmax", "rope1d")
-    with pytest.raises(ValueError, match="encodings of all layers: give that of this"):
+    with pytest.raises(ValueError, match="encodings of all layers: pass the entry"):
         module.apply(variables, jnp.asarray(x), position=[encoding], grid=(N,))
 
 
@@ -646,7 +646,7 @@ def test_positions_of_all_layers_raise():
 def test_decoding_at_several_positions_raises(n):
     check = functools.partial(check_index, num_tokens=n, grid=(N,))
     for call in (check, functools.partial(jax.eval_shape, check)):
-        with pytest.raises(ValueError, match=r"index has shape \(2,\), but is one"):
+        with pytest.raises(ValueError, match=r"one position .* shape \(2,\): for"):
             call(jnp.array([0, 1]))
 
 
@@ -835,5 +835,5 @@ def test_heads_may_have_any_width(attention, position):
     out, variables = jax.eval_shape(init, jax.random.key(0))
     assert out.shape == x.shape
     assert variables["params"]["out"]["kernel"].shape == (12, 7)
-    with pytest.raises(ValueError, match="num_heads must divide dim, or"):
+    with pytest.raises(ValueError, match="num_heads must divide dim unless"):
         build(attention, "none", dim=7, num_heads=3, num_layers=1)

@@ -455,7 +455,7 @@ def test_other_masks_are_refused(mask):
 
 def test_a_mask_of_unknown_values_is_refused():
     mask = nn.make_causal_mask(jnp.ones((1, N)))
-    with pytest.raises(ValueError, match="known: take it apart outside of jax.jit"):
+    with pytest.raises(ValueError, match="known: call it outside jax.jit"):
         jax.jit(split_attention_mask)(mask)
     with pytest.raises(ValueError, match=r"mask must be \[\*batch, heads, n, m\]"):
         split_attention_mask(mask[0, 0])

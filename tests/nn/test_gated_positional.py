@@ -64,7 +64,7 @@ def test_heads_start_around_different_positions(heads, causal, options, centres)
 
 
 def test_a_missing_grid_raises():
-    with pytest.raises(ValueError, match="needs offsets: give grid="):
+    with pytest.raises(ValueError, match="needs offsets: pass grid="):
         GatedPositionalAttention(dim=8, num_heads=2).init(
             jax.random.key(0), jnp.ones((1, 7, 8))
         )

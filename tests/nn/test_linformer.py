@@ -81,5 +81,5 @@ def test_invalid_options_raise(attention, causal, message):
 
 def test_sharing_over_layers_needs_a_model():
     module = LinformerAttention(dim=6, num_heads=2, k=K, sharing="layers")
-    with pytest.raises(ValueError, match="needs the model's projection: give shared="):
+    with pytest.raises(ValueError, match="needs the model's projection: pass shared="):
         module.init(jax.random.key(0), jnp.ones((1, N, 6)))

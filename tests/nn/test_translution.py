@@ -236,7 +236,7 @@ def test_average_changes_the_output():
             "grid 2x4 with num_prefix=0 holds 8 tokens, got 7",
         ),
         ("low", {}, {"grid": (7, 7)}, "grid 7x7 with num_prefix=0 holds 49 tokens"),
-        ("exact", {}, {}, "give grid="),
+        ("exact", {}, {}, "pass grid="),
         (
             "low",
             {"base": False},
@@ -301,5 +301,5 @@ def test_clipped_tables_share_the_matrix_of_far_offsets(kind, clip):
 
 @pytest.mark.parametrize("options", [{"clip": -1}, {"clip": 2, "absolute": True}])
 def test_an_invalid_clip_raises(options):
-    with pytest.raises(ValueError, match="needs clip >= 0, .* or None, as with abs"):
+    with pytest.raises(ValueError, match="needs clip >= 0, .* or None, and None with"):
         make("exact", **options)

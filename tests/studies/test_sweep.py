@@ -15,7 +15,7 @@ TINY += ["--config.schedule.warmup_steps=0", "--config.data.num_validation=50"]
 @pytest.mark.parametrize(
     "options, message",
     [
-        ([], "no key has several values: give some, as in --config.opt"),
+        ([], "no key has several values: pass some, as in --config.opt"),
         (["--config.seed=3"], "no key has several values"),
         (["--config.seed=3,4,3"], "--config.seed has a value twice: 3,4,3"),
         (["--config.seed=3,4", "--config.seed=5"], "--config.seed is given twice"),

@@ -57,9 +57,9 @@ def test_errors_are_a_sentence(monkeypatch, tmp_path, capsys):
     listed, binary = tmp_path / "list.txt", tmp_path / "numpy.whl"
     listed.write_text("Package Version\n------- -------\n")
     binary.write_bytes(b"\xd0PK")
-    of_pip = ": give the output of pip list --format=freeze"
+    of_pip = ": pass the output of pip list --format=freeze"
     for option, message in (
-        ("--python=three", "--python=three: give a version such as 3.12"),
+        ("--python=three", "--python=three: pass a version such as 3.12"),
         ("--also=", "pip failed: no network"),
         ("--also=jax, -r x", "--also=jax, -r x: -r x is not a package"),
         (

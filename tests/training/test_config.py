@@ -75,7 +75,7 @@ def test_an_error_of_the_model_names_its_part_of_the_configuration():
     config = default_config()
     config.model = {"name": "gpt", "num_heads": 2, "dim": 7}
     info = TextInfo("plays", "bytes", 256, 7, 3 * config.batch_size, "a file")
-    with pytest.raises(ValueError, match="^config.model: num_heads must divide dim, o"):
+    with pytest.raises(ValueError, match="^config.model: num_heads must divide dim u"):
         Task.build(config, info)
 
 

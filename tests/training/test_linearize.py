@@ -178,7 +178,7 @@ def test_attention_without_learned_features_raises():
     message = "ViT with attention 'favor(num_features=5)' has no learned feature maps"
     with pytest.raises(ValueError, match=re.escape(message)):
         linearize.imitate_softmax(linear, variables, [inputs], optax.adam(1e-2))
-    with pytest.raises(ValueError, match="batches is empty: give a batch of inputs"):
+    with pytest.raises(ValueError, match="batches is empty: pass a batch of inputs"):
         linearize.imitate_softmax(linear, variables, [], optax.adam(1e-2))
 
 

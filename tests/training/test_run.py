@@ -178,8 +178,8 @@ def test_command_takes_the_run_and_the_images_without_options(
         assert output.read_text() == out
     assert loaded == [str(workdir)] * 4
     for words, message in (
-        ([str(workdir)], "the images are missing: give files or folders after the run"),
-        ([], "the run and the images are missing: give them, as in relattn predict"),
+        ([str(workdir)], "the images are missing: pass files or folders after the run"),
+        ([], "the run and the images are missing: pass them, as in relattn predict"),
         ([str(workdir), first, "--top=4"], "--top=4 must be from 1 to 3, the classes"),
         ([str(workdir), first, "--tops=4"], "unknown option --tops: did you mean"),
     ):
@@ -191,16 +191,16 @@ def test_command_takes_the_run_and_the_images_without_options(
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (np.ones((2, 5, 3, 1)) / 2, r"from 0.5 to 0.5, .*: give \(255 \* images\)"),
-        (np.full((5, 3), 200.0), r"from 200 to 200, .*: give images.round\(\)"),
-        (-np.ones((5, 3)), "from -1 to -1, .*: give images that are not standardised"),
+        (np.ones((2, 5, 3, 1)) / 2, r"from 0.5 to 0.5, .*: pass \(255 \* images\)"),
+        (np.full((5, 3), 200.0), r"from 200 to 200, .*: pass images.round\(\)"),
+        (-np.ones((5, 3)), "from -1 to -1, .*: pass images that are not standardised"),
         (np.ones((5, 3), bool), "image 0 has bool values from 1 to 1"),
         (np.full((5, 3), 256), "from 256 to 256: scale them to 0 to 255"),
         (np.zeros((2, 5, 3, 3), np.uint8), r"shape \(5, 3, 3\), but .*width, 1\]"),
         (np.zeros((5, 6, 4), np.uint8), r"shape \(5, 6, 4\), which is an image in"),
         (np.zeros(7, np.uint8), r"shape \(7,\), expected \[n, height, width, 1\]"),
         (Image.new("RGB", (3, 5)), "image 0 is in colour .*: convert it with"),
-        (".", "is a folder: give a list of image files"),
+        (".", "is a folder: pass a list of image files"),
     ],
 )
 def test_predict_refuses_other_values_and_channels(workdir, images, message):

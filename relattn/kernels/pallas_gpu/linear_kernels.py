@@ -477,7 +477,7 @@ def _finish_outputs(refs, chunk, carry, plan):
 
 
 def _guard(total, magnitude):
-    """Returns denominators of at least a share of magnitudes, and which are not guards.
+    """Returns denominators of at least `MIN_SHARE` of magnitudes, and which pass.
 
     See `guards.divide_sums`.
     """

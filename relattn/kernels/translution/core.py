@@ -120,11 +120,11 @@ def check_low_rank(
         return qkv[0].shape[-2]
     if low[0] is None:
         raise ValueError(
-            "no scores: give qkv, or low[0], low[1], tables[0] and tables[1]"
+            "no scores: pass qkv, or low[0], low[1], tables[0] and tables[1]"
         )
     if scale is None:
         raise ValueError(
-            "scale has no default without qkv: give 1 / sqrt(head_dim), with the "
+            "scale has no default without qkv: pass 1 / sqrt(head_dim), with the "
             "head_dim of the values"
         )
     return low[0].shape[-2]

@@ -175,7 +175,7 @@ def grid_table(
         if found != shape:
             raise ValueError(
                 f"{whose} {name} has shape {found}; a grid of "
-                f"{'x'.join(map(str, grid))} tokens needs {shape}: give images or "
+                f"{'x'.join(map(str, grid))} tokens needs {shape}: pass images or "
                 f"sequences of the size that the model was built for{remedy}"
             )
     return module.param(name, init, shape, jnp.float32)
@@ -199,7 +199,7 @@ def check_same_waves(
         sizes = ["x".join(map(str, grid)) for grid in (old, new)]
         raise ValueError(
             f"position {type(position).__name__} has other waves on a torus of "
-            f"{sizes[1]} tokens than on one of {sizes[0]}: give images of the size "
+            f"{sizes[1]} tokens than on one of {sizes[0]}: pass images of the size "
             "that the model was trained on, or choose a position such as 'sincos_bias'"
         )
 

@@ -44,7 +44,7 @@ class FourierLayer(LayerPosition):
         others: Waves of the tokens that they meet.
         kernel: A and B of every head and wave, or their first factors.
         basis: Their second factor, or None.
-        mask: What of the projections remains, or None.
+        mask: Which of the projections are kept, or None.
     """
 
     waves: Float[Array, "*batch n waves 2"]
@@ -318,8 +318,8 @@ class FourierScores(_Fourier):
     The scores are x_i W[d] . k_j / sqrt(head_dim) with
     W[d] = W_0 + sum_r cos(w_r . d) A_r + sin(w_r . d) B_r, d = p_i - p_j, or, of keys,
     q_i . x_j W[-d] / sqrt(head_dim). W_0 is the attention's projection, with its bias.
-    Parameters, their start, prefix tokens and a torus are those of `FourierValues`,
-    which may be added: ``"fourier_scores + fourier_values"``.
+    Parameters, their initial values, prefix tokens and a torus are as in
+    `FourierValues`, which may be added: ``"fourier_scores + fourier_values"``.
 
     Queries and keys are head_dim + 2 num_frequencies rank wide, or
     (2 num_frequencies + 1) head_dim with full matrices. Softmax has these scores

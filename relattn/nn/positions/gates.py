@@ -57,7 +57,8 @@ class IrpeGate(Position):
 
     Source:
         Guoji, Improving efficient Vision Transformers with RPEs, section 5.1, which
-        states neither the start nor what layers and heads share: these are ours.
+        does not state the initial values or what layers and heads share: these are
+        ours.
     """
 
     site: ClassVar[str] = "heads"
@@ -111,7 +112,8 @@ class StringGate(Position):
 
     Source:
         Guoji, Improving efficient Vision Transformers with RPEs, section 5.3, which
-        states neither rank, starts nor what layers and heads share: these are ours.
+        does not state the rank, the initial values or what layers and heads share:
+        these are ours.
     """
 
     rank: int = 8

@@ -70,8 +70,8 @@ class RelativeKey(_RelativeVectors):
         (3, (2, 15, 4))
 
     Source:
-        Shaw et al., Self-Attention with Relative Position Representations, section
-        3.1, without their clip; two axes and the start: Srinivas et al., Bottleneck
+        Shaw et al., Self-Attention with Relative Position Representations, section 3.1,
+        without their clip; two axes and the initial values: Srinivas et al., Bottleneck
         Transformers, section 3.
     """
 
@@ -140,7 +140,7 @@ def _offset_grids(old: Grid, new: Grid) -> tuple[Grid, Grid]:
     """Returns the grids of offsets of two grids."""
     if isinstance(old, offsets.Torus):
         raise ValueError(
-            "a table of offsets on a torus is not resized: give images of the size "
+            "a table of offsets on a torus is not resized: pass images of the size "
             "that the model was trained on, or choose a position without tables such "
             "as 'rope2d'"
         )
@@ -148,7 +148,7 @@ def _offset_grids(old: Grid, new: Grid) -> tuple[Grid, Grid]:
         # Causal attention trains only one half; interpolation would mix in the other.
         raise ValueError(
             "a table of offsets on a line is not resized, since causal attention "
-            f"trains only half of it: give sequences of up to {old[0]} tokens, or "
+            f"trains only half of it: pass sequences of up to {old[0]} tokens, or "
             "choose a position without tables such as 'rope1d'"
         )
     return offsets.offsets_per_axis(old), offsets.offsets_per_axis(new)

@@ -40,7 +40,7 @@ class Learned(Position):
         (1, 6, 8)
 
     Source:
-        Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.1; the start:
+        Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.1; initial values:
         Translution, the authors' code.
     """
 
@@ -115,8 +115,8 @@ class LearnableSincos(Position):
 
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 3
-        ("Absolute"); the learned frequencies, their start and the absence of a position
-        of CLS: the authors' code.
+        ("Absolute"); the learned frequencies, their initial values, and no position for
+        CLS: the authors' code.
     """
 
     base: float = 32000.0
@@ -215,8 +215,8 @@ class ConstrainedSincos(Position):
     w_s = 2 pi s / size, s = 1 .. num_scales, and is not learned.
 
     With random features, the error of one draw depends on where the tokens are, and a
-    model trained with one draw takes it for an absolute position. Redraw in training
-    (``config.redraw_every``) if it has many epochs to adapt to every draw; in a short
+    model trained with one draw uses it like an absolute position. Redraw in training
+    (``config.redraw_every``) if it has many epochs to adapt to every draw; in short
     training, or to be equivariant for every draw, use `SincosBias`.
 
     Attributes:
@@ -242,7 +242,7 @@ class ConstrainedSincos(Position):
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3
         (strategy 1, lemma 1) and appendix A.2 (4 scales); what axes, layers and heads
-        share, the starts and u = 0 of CLS: the authors' code.
+        share, the initial values, and u = 0 of CLS: the authors' code.
     """
 
     num_scales: int = 4

@@ -122,7 +122,7 @@ def test_causal_values_and_gradients_equal_the_reference():
         ("v", r"qkv\[0\], qkv\[1\] and qkv\[2\] must all be"),
         ("t_q", r"low\[0\], low\[1\], tables\[0\] and tables\[1\] must all be"),
         ("low_v", r"low\[2\] and tables\[2\] must all be"),
-        ("q k v low_q low_k t_q t_k", r"no scores: give qkv, or low\[0\]"),
+        ("q k v low_q low_k t_q t_k", r"no scores: pass qkv, or low\[0\]"),
         ("q k v", "scale has no default without qkv"),
     ],
 )

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from relattn.messages import check_choice
+from relattn.models.patches import check_images
 from relattn.nn.batch_norm import BatchNorm
 from relattn.nn.blocks import KERNEL_INIT, Linear, at_precision, uniform
 
@@ -68,8 +69,10 @@ class CNN(nn.Module):
             images: Shape ``[batch, height, width, channels]``.
 
         Raises:
-            ValueError: If an option has an unknown value or the images are too small.
+            ValueError: If an option has an unknown value, or the images are too small
+                or no inputs of a model.
         """
+        check_images(images)
         check_choice("weight_init", self.weight_init, INITS)
         height, width = images.shape[1:3]
         if min(height, width) < self.min_size:

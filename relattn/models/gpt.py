@@ -152,9 +152,19 @@ class GPT(nn.Module):
             last token, shape ``[batch, 1, vocab_size]``.
 
         Raises:
-            ValueError: If the sequence is longer than ``context_length``, or ``index``
-                is not a position in it.
+            ValueError: If the tokens or the mask have another shape, the sequence is
+                longer than ``context_length``, or ``index`` is not a position in it.
         """
+        if tokens.ndim != 2:
+            raise ValueError(
+                f"tokens have shape {tokens.shape}, expected [batch, n]: add the axis "
+                "of the batch, tokens[None]"
+            )
+        if key_mask is not None and key_mask.shape[-1:] != tokens.shape[-1:]:
+            raise ValueError(
+                f"key_mask has shape {key_mask.shape}, expected {tokens.shape}: an "
+                "entry for each token"
+            )
         attentions, make_position = layer_attentions(
             self.attention,
             self.position,

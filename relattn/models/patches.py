@@ -23,6 +23,32 @@ PatchSize = int | Sequence[int]
 _SIDES = {2: "two (height and width)", 3: "three (frames, height and width)"}
 
 
+def check_images(images: Any) -> None:
+    """Checks that images are inputs of a model.
+
+    Args:
+        images: Shape ``[batch, height, width, channels]``, or with frames before the
+            height.
+
+    Raises:
+        ValueError: If the batch has no axis, or pixels are integers.
+
+    Example:
+        >>> check_images(np.zeros((1, 4, 6, 3), np.float32))
+    """
+    if images.ndim < 4:
+        raise ValueError(
+            f"images have shape {images.shape}, expected [batch, height, width, "
+            "channels]: add the axis of the batch, images[None]"
+        )
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        # A model would take 255 for a value 255 times as large as white.
+        raise ValueError(
+            f"images are {images.dtype}, but the inputs of a model are floats: prepare "
+            "them as in training, as run.preprocess and Pretrained.preprocess do"
+        )
+
+
 def patch_sides(patch_size: Any, axes: int = 2) -> tuple[int, ...]:
     """Returns the sides of a patch.
 

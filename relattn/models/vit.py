@@ -7,6 +7,7 @@ before the head. `SIZES` has the sizes A, B and C of Translution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,7 +17,13 @@ from jaxtyping import Array, Bool, Float
 
 from relattn.messages import check_choice
 from relattn.models.anchor import ANCHORS, polyphase_anchor
-from relattn.models.patches import PatchSize, extract_patches, zero_patches
+from relattn.models.patches import (
+    PatchSize,
+    check_images,
+    extract_patches,
+    patch_grid,
+    zero_patches,
+)
 from relattn.nn.attention_pool import AttentionPool
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
@@ -277,11 +284,7 @@ class ViT(nn.Module):
     @nn.nowrap
     def _check(self, images: Array, key_mask: Array | None) -> None:
         """Raises ValueError if attributes, images and mask do not fit together."""
-        if images.ndim < 4:
-            raise ValueError(
-                f"images have shape {images.shape}, expected [batch, height, width, "
-                "channels]: add the axis of the batch, images[None]"
-            )
+        check_images(images)
         check_choice("head", self.head, HEADS)
         check_choice("pool", self.pool, POOLS)
         if self.pool.startswith("cls") and not self.has_class_token:
@@ -298,6 +301,13 @@ class ViT(nn.Module):
             raise ValueError(
                 "the anchor rolls the patches, which key_mask does not follow: "
                 "leave out key_mask, or choose anchor='none'"
+            )
+        batch, *size, _ = images.shape
+        expected = (batch, math.prod(patch_grid(size, self.patch_size)))
+        if key_mask is not None and key_mask.shape != expected:
+            raise ValueError(
+                f"key_mask has shape {key_mask.shape}, expected {expected}: an entry "
+                "for each patch of an image, row by row"
             )
         if self.anchor != "none" and images.ndim != 4:
             raise ValueError(

@@ -424,6 +424,18 @@ def test_invalid_configs_raise(options, message):
         build(**options)
 
 
+def test_shapes_of_tokens_and_their_mask_are_checked():
+    model, variables, tokens = make()
+    for given, key_mask, message in (
+        (tokens[0], None, "tokens have shape (7,), expected [batch, n]: add the axis"),
+        (tokens, np.ones((3, 5), bool), "key_mask has shape (3, 5), expected (3, 7)"),
+    ):
+        call = functools.partial(model.apply, key_mask=key_mask)
+        expected = pytest.raises(ValueError, match=re.escape(message))
+        with unchecked_annotations(), expected:
+            jax.eval_shape(call, variables, given)
+
+
 def test_a_text_model_for_images_raises():
     with pytest.raises(ValueError, match="'gpt' is for tokens and needs vocab_size"):
         build_model(CONFIG, num_classes=3, image_shape=(4, 4, 1))

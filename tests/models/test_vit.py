@@ -1,5 +1,6 @@
 """Tests the Vision Transformer: variants, hybrids, errors."""
 
+import functools
 import re
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from relattn.models import SIZES, build_model, features
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import quick_jit, run
 
 CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "num_heads": 2, "mlp_dim": 17}
@@ -290,6 +292,27 @@ def test_the_mlp_head_has_gradients():
 def test_invalid_configs_raise(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build(**options)
+
+
+@pytest.mark.parametrize("name", ["vit", "alexnet"])
+def test_images_that_are_no_inputs_are_refused(name):
+    """Integers would be taken for values far beyond those of training."""
+    model = build_model({"name": name}, num_classes=5, image_shape=(32, 32, 1))
+    for images, message in (
+        (np.zeros((3, 32, 32, 1), np.uint8), "are uint8, but .* as run.preprocess and"),
+        (np.zeros((32, 32, 1), np.float32), "add the axis of the batch, images.None."),
+    ):
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            jax.eval_shape(model.init, jax.random.key(0), images)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (2, 6), (6,), (3, 2, 3)])
+def test_a_key_mask_has_an_entry_for_each_patch(shape):
+    model, variables, images = make()
+    call = functools.partial(model.apply, key_mask=np.ones(shape, bool))
+    message = re.escape(f"key_mask has shape {shape}, expected (3, 6): an entry for")
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        jax.eval_shape(call, variables, images)
 
 
 def test_an_image_model_for_text_raises():

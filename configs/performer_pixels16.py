@@ -19,7 +19,7 @@ of the 55,000 training images, Adam with learning rate 1e-3, 100 warmup steps, c
 at 0.5. The parameters after the last step count. It comes 10 steps before a redraw with
 intervals of 20, 100 and 1,000, so that the model has adapted to the draw with which it
 is evaluated; with ``redraw=1`` it has never seen that draw. The set is prepared once
-with ``python -m relattn.data.prepare --name=fashion_mnist``.
+with ``relattn prepare --name=fashion_mnist``.
 
 ``python -m studies --preset=performer_pixels16`` trains them and measures what the
 interval of redraws does to consistency under shifts; ``--preset=performer_torus16``

@@ -2,7 +2,7 @@
 
     python train.py --config=configs/rpe_vit.py:DATA,ATTENTION,POSITION --workdir=DIR
 
-DATA: ``mnist`` or ``cifar10``, prepared once with ``python -m relattn.data.prepare``.
+DATA: ``mnist`` or ``cifar10``, prepared once with ``relattn prepare``.
 ATTENTION: ``softmax``, ``favor`` or ``relu``. POSITION, in addition to the learned
 positions: ``none``, ``rope2d``, ``irpe_gate`` or ``string_gate``. Example:
 ``configs/rpe_vit.py:cifar10,relu,string_gate``. ``--config.num_seeds=3`` trains three

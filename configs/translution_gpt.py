@@ -4,16 +4,14 @@
 
 DATA: ``tinyshakespeare`` (bytes of the embedded text), or ``openwebtext``,
 ``wikitext2`` or ``kernel_docs``, the documentation of Linux (GPT-2's tokens, prepared
-once with ``python -m relattn.data.prepare_text`` into the folder
-``--config.data.data_dir``). SIZE: ``A-160``
-is GPT-A with 160 tokens of context; A, B or C, and any length. METHOD:
+once with ``relattn prepare-text`` into the folder ``--config.data.data_dir``). SIZE:
+``A-160`` is GPT-A with 160 tokens of context; A, B or C, and any length. METHOD:
 ``self_attention``, ``lor_translution``, ``translution``, or a baseline of table 8:
 ``no_position``, ``relative_key``, ``relative_value`` (both with learned token positions
 in addition, as the published parameter counts imply), ``relative_bias``,
 ``gated_positional``, ``rope`` (base 10,000, from the authors' code). Or ``favor``,
 ``relu`` or ``hedgehog``: linear attention with learned positions, which is not in the
-paper. Example:
-``configs/translution_gpt.py:openwebtext,A-160,translution``.
+paper. Example: ``configs/translution_gpt.py:openwebtext,A-160,translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``relative=qk``, ``average=True``,
 ``position=learned``, ``clip=16`` (one matrix for all offsets over 16), and
@@ -47,7 +45,7 @@ with ``lor_translution``, 1.881 with ``translution``.
 A run of seconds, and a sample of the text that it generates:
 
     python train.py --config=configs/translution_gpt.py:smoke --workdir=runs/smoke
-    python -m relattn.evaluation.sample --workdir=runs/smoke --prompt="ROMEO:"
+    relattn sample --workdir=runs/smoke --prompt="ROMEO:"
 """
 
 from ml_collections import ConfigDict

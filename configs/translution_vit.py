@@ -2,17 +2,17 @@
 
     python train.py --config=configs/translution_vit.py:DATA,SIZE,METHOD --workdir=DIR
 
-DATA, prepared once with ``python -m relattn.data.prepare``: ``static`` is MNIST in the
-centre of a canvas of 84x84 pixels; ``dynamic`` anywhere on it, in training at a new
-place in each epoch; ``dynamic_once`` always at one place. All are evaluated in the
-centre and anywhere. Or ``imagenet``. SIZE: ``A/12`` is ViT-A with patches of 12 pixels;
-A, B or C, and any patch that divides the image. METHOD: ``self_attention``,
-``lor_translution``, ``translution``, or a baseline of table 4: ``no_position``,
-``relative_key``, ``relative_value`` (both with learned token positions in addition, as
-the published parameter counts imply), ``relative_bias``, ``gated_positional``, ``rope``
-(base 10,000, from the authors' code, which also adds learned positions; the formulas in
-the paper's appendix E have none). Or ``favor``, ``relu`` or ``hedgehog``: linear
-attention with learned positions, which is not in the paper. Example:
+DATA, prepared once with ``relattn prepare``: ``static`` is MNIST in the centre of a
+canvas of 84x84 pixels; ``dynamic`` anywhere on it, in training at a new place in each
+epoch; ``dynamic_once`` always at one place. All are evaluated in the centre and
+anywhere. Or ``imagenet``. SIZE: ``A/12`` is ViT-A with patches of 12 pixels; A, B or C,
+and any patch that divides the image. METHOD: ``self_attention``, ``lor_translution``,
+``translution``, or a baseline of table 4: ``no_position``, ``relative_key``,
+``relative_value`` (both with learned token positions in addition, as the published
+parameter counts imply), ``relative_bias``, ``gated_positional``, ``rope`` (base 10,000,
+from the authors' code, which also adds learned positions; the formulas in the paper's
+appendix E have none). Or ``favor``, ``relu`` or ``hedgehog``: linear attention with
+learned positions, which is not in the paper. Example:
 ``configs/translution_vit.py:dynamic,A/12,lor_translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``absolute=True``, ``relative=qk``,

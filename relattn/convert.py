@@ -1,6 +1,6 @@
-"""Converts checkpoints of other libraries: python -m relattn.convert --source=timm ...
+"""Converts checkpoints of other libraries for relattn.
 
-    python -m relattn.convert --source=timm --checkpoint=FILE --output=DIR
+    relattn convert --source=timm --checkpoint=FILE --output=DIR
 
 reads a file of safetensors, or a file of PyTorch where torch is installed, and writes
 ``config.json`` and ``model.safetensors`` for `relattn.load_pretrained`. With

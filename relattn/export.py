@@ -1,4 +1,4 @@
-"""Exports a trained model to other libraries: relattn export RUN --format=hf ...
+"""Exports a trained model to other libraries.
 
     relattn export RUN --format=onnx --output=DIR
 

@@ -1,6 +1,6 @@
 """Prepares a full image set once, with the official TFDS builder and TensorFlow.
 
-    python -m relattn.data.prepare --name=mnist [--data_dir=DIR] [--manual_dir=DIR]
+    relattn prepare --name=mnist [--data_dir=DIR] [--manual_dir=DIR]
 
 needs ``pip install relattn[prepare]``, and a network unless ``--manual_dir`` names a
 folder of the archives that TFDS would download. Reading the set afterwards needs

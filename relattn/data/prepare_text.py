@@ -1,7 +1,7 @@
 """Writes text as token files in nanoGPT's layout: ``train.bin`` and ``val.bin``.
 
-    python -m relattn.data.prepare_text --input a.txt b.jsonl --output=DIR
-    python -m relattn.data.prepare_text --openwebtext --output=DIR
+    relattn prepare-text --input a.txt b.jsonl --output=DIR
+    relattn prepare-text --openwebtext --output=DIR
 
 Options:
 

@@ -132,8 +132,8 @@ def _read_folder(
     folder = expand(config.data_dir, "data.data_dir")
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"the folder data.data_dir={folder} is missing: write it with `python -m "
-            "relattn.data.prepare_text`"
+            f"the folder data.data_dir={folder} is missing: write it with "
+            "`relattn prepare-text`"
         )
     if damage := find_damage(folder):
         raise ValueError(f"{damage}: copy or prepare the text again")
@@ -155,9 +155,8 @@ def _read_embedded(
     if name == "openwebtext":
         raise DatasetNotPreparedError(
             "data.data_dir is empty: set it to the folder DIR of OpenWebText's tokens, "
-            "which `pip install 'relattn[openwebtext]'` and `python -m "
-            "relattn.data.prepare_text --openwebtext --output=DIR` write once, on a "
-            "machine with a network"
+            "which `pip install 'relattn[openwebtext]'` and `relattn prepare-text "
+            "--openwebtext --output=DIR` write once, on a machine with a network"
         )
     check_choice("data.name", name, EMBEDDED_TEXTS, " with an empty data.data_dir")
     tokenizer = load_tokenizer(
@@ -455,7 +454,7 @@ def open_tokens(path: Path, meta: TokenMeta, min_tokens: int = 1) -> TokenIds:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing: write it with `python -m relattn.data.prepare_text`"
+            f"{path} is missing: write it with `relattn prepare-text`"
         )
     size = path.stat().st_size
     if not size:

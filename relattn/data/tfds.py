@@ -471,17 +471,18 @@ def content_digest(train: ImageSplit, test: ImageSplit) -> str:
 
 def prepare_command(name: str, data_dir: str, manual_dir: str = "") -> list[str]:
     """Returns the arguments of ``python`` that prepare a set."""
-    command = ["-m", "relattn.data.prepare", f"--name={name}"]
-    if data_dir:
-        command.append(f"--data_dir={data_dir}")
-    if manual_dir:
-        command.append(f"--manual_dir={manual_dir}")
-    return command
+    options = _prepare_options(name, data_dir, manual_dir)
+    return ["-m", "relattn.data.prepare", *options]
+
+
+def _prepare_options(name: str, data_dir: str, manual_dir: str = "") -> list[str]:
+    options = {"name": name, "data_dir": data_dir, "manual_dir": manual_dir}
+    return [f"--{key}={value}" for key, value in options.items() if value]
 
 
 def not_prepared(name: str, data_dir: str, cause: str) -> DatasetNotPreparedError:
     """Returns the error that says why a set is not prepared and how to prepare it."""
-    command = shlex.join(["python", *prepare_command(name, data_dir)])
+    command = shlex.join(["relattn", "prepare", *_prepare_options(name, data_dir)])
     archives = " and ".join(SETS[name].manual_archives)
     if archives:
         fix = (

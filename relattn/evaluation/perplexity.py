@@ -1,8 +1,8 @@
 """Measures how well a trained model predicts a text file.
 
-``python -m relattn.evaluation.perplexity --workdir=RUN --input=FILE`` prints the
-perplexity per token, the bits per token and the bits per byte. Compare models of
-different tokenizers by bits per byte.
+``relattn perplexity --workdir=RUN --input=FILE`` prints the perplexity per token, the
+bits per token and the bits per byte. Compare models of different tokenizers by bits per
+byte.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes a trained run's report: one HTML page that needs no other file.
 
-``python -m relattn.evaluation.report --workdir=RUN`` writes ``RUN/report.html``. It has
-the results, the curves and the configuration; for images the confusion matrix, the
-accuracy of each class, the most confident errors and attention maps; for text a sample.
+``relattn report --workdir=RUN`` writes ``RUN/report.html``. It has the results, the
+curves and the configuration; for images the confusion matrix, the accuracy of each
+class, the most confident errors and attention maps; for text a sample.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Generates text with a trained model.
 
-``python -m relattn.evaluation.sample --workdir=RUN --prompt=...`` prints the prompt and
-its continuation.
+``relattn sample --workdir=RUN --prompt=...`` prints the prompt and its continuation.
 """
 
 from __future__ import annotations

@@ -468,7 +468,7 @@ def read_config(
         # Sizes that do not fit each other fail anywhere in the model.
         raise ValueError(
             f"{path} describes no model of relattn ({one_line(error)}): convert other "
-            "checkpoints with python -m relattn.convert"
+            "checkpoints with relattn convert"
         ) from error
 
 

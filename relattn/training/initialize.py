@@ -287,7 +287,7 @@ def read_source_config(folder: str) -> dict[str, Any]:
         raise FileNotFoundError(
             f"config.init_from={folder} holds neither a converted model "
             f"({pretrained.CONFIG}) nor a run ({CHECKPOINTS}): convert a checkpoint "
-            "with python -m relattn.convert, or name a --workdir"
+            "with relattn convert, or name a --workdir"
         )
     saved = open_run(folder)
     return saved_config(saved.trained.config, saved.trained.info)

@@ -1,4 +1,4 @@
-"""`python -m relattn.data.prepare`: archives, checksums, TensorFlow."""
+"""`relattn prepare`: archives, checksums, TensorFlow."""
 
 import importlib.util
 import io

@@ -1,4 +1,4 @@
-"""`python -m relattn.data.prepare_text`: files, documents, splitting, errors."""
+"""`relattn prepare-text`: files, documents, splitting, errors."""
 
 import codecs
 import errno

@@ -230,8 +230,8 @@ def test_set_not_prepared_raises(config, tmp_path, monkeypatch):
         rf"^imagenet2012 is not prepared in {tmp_path} \(TensorFlow, required "
         r"for preparation only, is missing\): put "
         r"ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, .* `pip install "
-        r"'relattn\[prepare\]'`, and run once `python "
-        rf"-m relattn.data.prepare --name=imagenet2012 --data_dir={tmp_path} "
+        r"'relattn\[prepare\]'`, and run once "
+        rf"`relattn prepare --name=imagenet2012 --data_dir={tmp_path} "
         r"--manual_dir=DIR`$"
     )
     with pytest.raises(DatasetNotPreparedError, match=message):

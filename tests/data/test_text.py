@@ -188,7 +188,7 @@ def test_unknown_embedded_text_raises():
 def test_openwebtext_without_folder_raises():
     message = (
         "^data.data_dir is empty: set it to the folder .*'relattn.openwebtext.'.*"
-        "`python -m relattn.data.prepare_text --openwebtext --output=DIR` write once"
+        "`relattn prepare-text --openwebtext --output=DIR` write once"
     )
     with pytest.raises(DatasetNotPreparedError, match=message):
         load_text(make_config("", name="openwebtext"))
@@ -377,9 +377,7 @@ def test_invalid_or_huge_meta_raises_a_short_error(tmp_path, text, what):
 
 
 def test_open_missing_file_raises(tmp_path):
-    message = (
-        r"train\.bin is missing: write it with `python -m relattn\.data\.prepare_te"
-    )
+    message = r"train\.bin is missing: write it with `relattn prepare-text`"
     with pytest.raises(FileNotFoundError, match=message):
         open_tokens(tmp_path / "train.bin", BYTES)
 

@@ -243,10 +243,7 @@ def test_not_prepared_without_tensorflow_raises(tmp_path, monkeypatch):
     assert f"imagenet_resized/64x64 is not prepared in {tmp_path}" in message
     assert "TensorFlow, required for preparation only, is missing" in message
     assert "pip install 'relattn[prepare]'" in message
-    command = (
-        "python -m relattn.data.prepare --name=imagenet_resized/64x64 "
-        f"--data_dir={tmp_path}"
-    )
+    command = f"relattn prepare --name=imagenet_resized/64x64 --data_dir={tmp_path}"
     assert f"`{command}`" in message
     assert "--config.data.manual_dir=DIR" in message
 
@@ -303,7 +300,7 @@ def test_message_contains_the_prepare_command():
     expected += ["--name=mnist", "--data_dir=a b", "--manual_dir=archives"]
     assert command == expected
     text = str(tfds.not_prepared("mnist", "a b", "why"))
-    assert "`python -m relattn.data.prepare --name=mnist '--data_dir=a b'`" in text
+    assert "`relattn prepare --name=mnist '--data_dir=a b'`" in text
     assert pathlib.Path(tfds.__file__).with_name("prepare.py").is_file()
 
 

@@ -222,6 +222,9 @@ def shift_images(
     Returns:
         The same shape.
 
+    Raises:
+        ValueError: If the boundary is neither.
+
     Example:
         >>> images = jnp.asarray([1.0, 2, 3]).reshape(1, 1, 3, 1)
         >>> shift_images(images, (-1, 0)).ravel()
@@ -229,6 +232,7 @@ def shift_images(
         >>> shift_images(images, (-1, 0), "circular").ravel()
         Array([2., 3., 1.], dtype=float32)
     """
+    check_choice("boundary", boundary, ("zeros", "circular"))
     height, width = images.shape[1:3]
     dx, dy = jnp.broadcast_to(jnp.asarray(shifts), (len(images), 2)).T
     rows, columns = jnp.arange(height) - dy[:, None], jnp.arange(width) - dx[:, None]

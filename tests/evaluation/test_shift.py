@@ -70,6 +70,12 @@ def test_each_image_has_its_own_shift(boundary):
         chex.assert_trees_all_equal(np.asarray(shifted), expected)
 
 
+def test_another_boundary_raises():
+    """A misspelled one would fill with zeros."""
+    with pytest.raises(ValueError, match="boundary 'circle': did you mean 'circular'"):
+        shift_images(jnp.zeros((1, 3, 3, 1)), (1, 0), "circle")
+
+
 def test_allowed_shifts_lose_nothing():
     rng = np.random.default_rng(1)
     images = (rng.random((50, 11, 13, 1)) < 0.02).astype(np.float32)

@@ -291,22 +291,31 @@ def read_arguments(
                     f"{where} needs {key}={options[key].__name__}, got {shorten(value)}"
                 )
             continue
-        # A word: find the setting that it belongs to.
-        for what, words in choices.items():
-            known = argument in words
-            if known or (what in patterns and re.fullmatch(patterns[what], argument)):
-                if what in chosen:
-                    raise ValueError(
-                        f"{where} takes one {what}, got {shorten(chosen[what])} and "
-                        f"{shorten(argument)}: leave one out"
-                    )
-                chosen[what] = argument
-                break
-        else:
+        # A word, which belongs to a setting.
+        what = _find_setting(argument, choices, patterns)
+        if what is None:
             words = [word for words in choices.values() for word in words]
             hint = closest(argument, words)
             raise ValueError(f"{where} has no argument {shorten(argument)}: {hint}")
+        if what in chosen:
+            raise ValueError(
+                f"{where} takes one {what}, got {shorten(chosen[what])} and "
+                f"{shorten(argument)}: leave one out"
+            )
+        chosen[what] = argument
     return chosen, values
+
+
+def _find_setting(
+    word: str, choices: Mapping[str, Collection[str]], patterns: Mapping[str, str]
+) -> str | None:
+    """Returns the setting that a word chooses a value of, or None."""
+    for what, words in choices.items():
+        if word in words:
+            return what
+        if what in patterns and re.fullmatch(patterns[what], word):
+            return what
+    return None
 
 
 def is_finite(value: float | int) -> bool:

@@ -320,13 +320,18 @@ def train(
                     continue
                 running.remove(training)
                 free.append((training.core, training.gpu))
-                try:
-                    training.finish()
-                except ChildProcessError as error:
-                    if not keep_going:
-                        raise
-                    training.error = str(error)
-                    tqdm.write(training.error)
+                _finish(training, keep_going)
+
+
+def _finish(training: Training, keep_going: bool) -> None:
+    """Finishes a training that has ended; raises, or prints, its failure."""
+    try:
+        training.finish()
+    except ChildProcessError as error:
+        if not keep_going:
+            raise
+        training.error = str(error)
+        tqdm.write(training.error)
 
 
 def visible_gpus() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from relattn.data.image_list import (
@@ -65,12 +65,48 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
         raise FileNotFoundError(
             f"the CSV file {file} is missing: set data.data_dir to it"
         )
+    listed = _list_images(file)
     splits: dict[str, list[ImageFile]] = {name: [] for name in SPLITS.values()}
-    lines: dict[Path, int] = {}
     missing: list[ImageFile] = []
+    for split, image in listed:
+        (splits[split] if image.path.is_file() else missing).append(image)
+    left_out = []
+    if missing:
+        shown = list_names([f"{image.path} (line {image.line})" for image in missing])
+        if not skip_missing:
+            raise FileNotFoundError(
+                f"{len(missing)} of the {len(listed)} images of {file} are missing: "
+                f"{shown}: paths are relative to {file.parent}; correct or delete the "
+                "lines, or set data.skip_unreadable=True"
+            )
+        left_out.append(f"missing images: {shown}")
+    if not splits["train"]:
+        raise ValueError(
+            f"{file} lists no training images: add lines, or write train as their "
+            f"{SPLIT}"
+        )
+    names = class_order(image.class_name for image in splits["train"])
+    _check_numbers(names, file)
+    images = ImageList(
+        root=file,
+        train=splits["train"],
+        test=splits["test"],
+        class_names=names,
+        origin=f"the images of {file}",
+        left_out=left_out,
+        validation=splits["validation"],
+    )
+    check_several_classes(names, str(file))
+    check_classes(images)
+    return images
+
+
+def _list_images(file: Path) -> list[tuple[str, ImageFile]]:
+    """Returns the split and the file of each image, whether the file exists or not."""
+    listed: list[tuple[str, ImageFile]] = []
+    lines: dict[Path, int] = {}
     for line, row in _rows(file):
         path = Path(os.path.normpath(file.parent / row["path"]))
-        image = ImageFile(path, row["label"], line)
         if path in lines:
             raise ValueError(
                 f"line {line} of {file} lists {shorten(row['path'])} again, after line "
@@ -83,23 +119,12 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
                 f"line {line} of {file} has the {SPLIT} {shorten(given)}: write one of "
                 f"{', '.join(SPLITS)}"
             )
-        (splits[SPLITS[given]] if path.is_file() else missing).append(image)
-    left_out = []
-    if missing:
-        shown = list_names([f"{image.path} (line {image.line})" for image in missing])
-        if not skip_missing:
-            raise FileNotFoundError(
-                f"{len(missing)} of the {len(lines)} images of {file} are missing: "
-                f"{shown}: paths are relative to {file.parent}; correct or delete the "
-                "lines, or set data.skip_unreadable=True"
-            )
-        left_out.append(f"missing images: {shown}")
-    if not splits["train"]:
-        raise ValueError(
-            f"{file} lists no training images: add lines, or write train as their "
-            f"{SPLIT}"
-        )
-    names = class_order(image.class_name for image in splits["train"])
+        listed.append((SPLITS[given], ImageFile(path, row["label"], line)))
+    return listed
+
+
+def _check_numbers(names: Sequence[str], file: Path) -> None:
+    """Raises ValueError if two names of classes are the same number."""
     numbers = {int(name): name for name in names if name.isdecimal()}
     for name in names:
         if name.isdecimal() and numbers[int(name)] != name:
@@ -107,19 +132,6 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
                 f"the labels {name!r} and {numbers[int(name)]!r} of {file} are the "
                 "same number, but different classes: write one of them"
             )
-    origin = f"the images of {file}"
-    images = ImageList(
-        file,
-        splits["train"],
-        splits["test"],
-        names,
-        origin,
-        left_out,
-        splits["validation"],
-    )
-    check_several_classes(names, str(file))
-    check_classes(images)
-    return images
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:

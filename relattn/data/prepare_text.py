@@ -349,27 +349,31 @@ def read_lines(path: Path, begin: int, end: int, field: str) -> Iterator[str]:
             line = line.removeprefix(codecs.BOM_UTF8) if start == 0 else line
             if not line.strip():
                 continue
-            where = f"a line of {path}"
             try:
-                values = parse_json(line, where, dict, allow_nan=True)
-                problem = ""
+                text = _read_field(line, field)
             except ValueError as error:
-                values, problem = {}, str(error).removeprefix(where)
-            if not problem and field not in values:
-                names = shorten(", ".join(values))
-                problem = (
-                    f" has no field {field!r}, only {names}: pass its name by --field"
-                )
-            elif not problem and not isinstance(values[field], str):
-                problem = f" has no text as its {field!r}: pass another name by --field"
-            elif not problem and not _is_unicode(values[field]):
-                problem = " has half of a surrogate pair, \\ud8..: correct the line"
-            elif problem:
-                problem += ": correct the line"
-            if problem:
                 number = 1 + _count_lines(path, start)
-                raise ValueError(f"line {number} of {path}{problem}")
-            yield values[field]
+                raise ValueError(f"line {number} of {path} {error}") from error
+            yield text
+
+
+def _read_field(line: bytes, field: str) -> str:
+    """Returns the text in a line of JSON; the error is the end of a sentence."""
+    try:
+        values = parse_json(line, "", dict, allow_nan=True)
+    except ValueError as error:
+        raise ValueError(f"{str(error).strip()}: correct the line") from error
+    if field not in values:
+        names = shorten(", ".join(values))
+        raise ValueError(
+            f"has no field {field!r}, only {names}: pass its name by --field"
+        )
+    text = values[field]
+    if not isinstance(text, str):
+        raise ValueError(f"has no text as its {field!r}: pass another name by --field")
+    if not _is_unicode(text):
+        raise ValueError("has half of a surrogate pair, \\ud8..: correct the line")
+    return text
 
 
 def _is_unicode(text: str) -> bool:

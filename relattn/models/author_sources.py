@@ -115,7 +115,6 @@ def translution(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     heads = source_configs.num_heads(settings, "num_heads", dim)
     num_layers = count_layers(tensors, r"translution\.layers\.(\d+)\.")
     attention, options = _translution_layers(tensors, heads, text)
-    table = {**TRANSLUTION, **attention}
     model = {
         "name": "gpt" if text else "vit",
         "dim": dim,
@@ -125,42 +124,64 @@ def translution(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         **options,
     }
     if text:
-        table |= TRANSLUTION_GPT
-        length = tensors["translution.layers.0.0.causal"].shape[-1]
-        config = {"vocab_size": tensors["wte.weight"].shape[0]}
-        config["context_length"] = length
-        if "wpe.weight" in tensors:
-            model["position"] = "learned"
-            table["position.learned.table"] = (same, "wpe.weight")
+        ends, others, config = _translution_gpt(tensors)
     else:
-        table |= TRANSLUTION_VIT
-        width = tensors["to_patch_embedding.2.weight"].shape[1]
-        channels, side = _patch(width, settings)
-        model["patch_size"] = side
-        rows = {k: len(x) for k, x in tensors.items() if k.endswith("unique_params")}
-        if "pos_embedding" in tensors:
-            count = tensors["pos_embedding"].shape[1] - 1
-        elif rows:
-            count = ((math.isqrt(next(iter(rows.values())) - 3) + 1) // 2) ** 2
-        elif "image_size" in settings:
-            count = math.prod(image_size(settings)) // side**2
-        else:
-            raise ValueError(
-                "no tensor shows the size of the images: set image_size in a "
-                "config.json beside the checkpoint"
-            )
-        grid = position_grid(count, settings, [side, side])
-        config = {"num_classes": tensors["mlp_head.weight"].shape[0]}
-        config["image_shape"] = [grid[0] * side, grid[1] * side, channels]
-        if "pos_embedding" in tensors:
-            model["position"] = "learned"
-            table["position.learned.table"] = (lambda x: x[0, 1:], "pos_embedding")
-            table["cls"] = (lambda x, p: x + p[:, :1], "cls_token", "pos_embedding")
-        else:
-            table["cls"] = (same, "cls_token")
+        ends, others, config = _translution_vit(tensors, settings)
+    table = {**TRANSLUTION, **attention, **ends}
     masks = r"translution\.layers\.\d+\.0\.causal"
     return Converted(
-        {"model": model, **config}, apply_table(table, tensors, num_layers, masks)
+        {"model": {**model, **others}, **config},
+        apply_table(table, tensors, num_layers, masks),
+    )
+
+
+def _translution_gpt(tensors: Tensors) -> tuple[Table, dict, dict]:
+    """Returns the table of the GPT around its layers, its options and its sizes."""
+    table, options = {**TRANSLUTION_GPT}, {}
+    if "wpe.weight" in tensors:
+        options["position"] = "learned"
+        table["position.learned.table"] = (same, "wpe.weight")
+    length = tensors["translution.layers.0.0.causal"].shape[-1]
+    sizes = {"vocab_size": tensors["wte.weight"].shape[0], "context_length": length}
+    return table, options, sizes
+
+
+def _translution_vit(
+    tensors: Tensors, settings: Mapping[str, Any]
+) -> tuple[Table, dict, dict]:
+    """Returns the table of the ViT around its layers, its options and its sizes."""
+    width = tensors["to_patch_embedding.2.weight"].shape[1]
+    channels, side = _patch(width, settings)
+    table, options = {**TRANSLUTION_VIT}, {"patch_size": side}
+    if "pos_embedding" in tensors:
+        options["position"] = "learned"
+        table["position.learned.table"] = (lambda x: x[0, 1:], "pos_embedding")
+        table["cls"] = (lambda x, p: x + p[:, :1], "cls_token", "pos_embedding")
+    else:
+        table["cls"] = (same, "cls_token")
+    grid = position_grid(
+        _count_patches(tensors, settings, side), settings, [side, side]
+    )
+    sizes = {
+        "num_classes": tensors["mlp_head.weight"].shape[0],
+        "image_shape": [grid[0] * side, grid[1] * side, channels],
+    }
+    return table, options, sizes
+
+
+def _count_patches(tensors: Tensors, settings: Mapping[str, Any], side: int) -> int:
+    """Returns the number of patches of an image."""
+    if "pos_embedding" in tensors:
+        return tensors["pos_embedding"].shape[1] - 1
+    rows = [len(x) for key, x in tensors.items() if key.endswith("unique_params")]
+    if rows:
+        # (2 s - 1)^2 offsets of a grid of s x s patches, and three rows for CLS.
+        return ((math.isqrt(rows[0] - 3) + 1) // 2) ** 2
+    if "image_size" in settings:
+        return math.prod(image_size(settings)) // side**2
+    raise ValueError(
+        "no tensor shows the size of the images: set image_size in a config.json "
+        "beside the checkpoint"
     )
 
 

@@ -236,7 +236,7 @@ def open_new(path: str | Path, mode: str = "wb") -> IO[Any]:
     """Opens a new file; removes an existing one, and does not follow links.
 
     Args:
-        path: The file, perhaps left by a process that was killed.
+        path: The file; a process that was killed may have left one.
         mode: How to open it.
 
     Returns:

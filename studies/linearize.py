@@ -43,11 +43,12 @@ from relattn.markdown import markdown_table
 from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.training import linearize, load_run
+from relattn.training.draws import stream_key
 from relattn.training.metrics import cross_entropy
 from relattn.training.optimizer import make_schedule
 from relattn.training.predict import read_tokenizer_file
 from relattn.training.run import Run
-from relattn.training.step import Batch, stream_key
+from relattn.training.step import Batch
 from relattn.training.task import INPUT_DTYPES
 from relattn.training.workdir import usable_folder, write_json
 

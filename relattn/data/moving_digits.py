@@ -26,7 +26,7 @@ DIRECTIONS = {
     "up": (-1, 0),
     "up right": (-1, 1),
 }
-# Most pixels of a step: the digit stays in the frame.
+# Largest step in pixels: the digit stays in the frame.
 MAX_SPEED = (SIDE - DIGIT) // (FRAMES - 1)
 
 

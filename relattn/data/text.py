@@ -462,8 +462,8 @@ def open_tokens(path: Path, meta: TokenMeta, min_tokens: int = 1) -> TokenIds:
     dtype = token_dtype(meta.vocab_size)
     if size % dtype.itemsize:
         raise ValueError(
-            f"{path} has {size} bytes, no multiple of {dtype.itemsize}, so it does not "
-            f"hold {dtype} tokens or was truncated: prepare the text again"
+            f"{path} has {size} bytes, not a multiple of {dtype.itemsize}, so it does "
+            f"not hold {dtype} tokens or was truncated: prepare the text again"
         )
     tokens = np.memmap(path, dtype, mode="r")
     expected = meta.num_tokens.get(path.name, len(tokens))

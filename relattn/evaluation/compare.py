@@ -21,8 +21,8 @@ from relattn.evaluation.shift_runs import ShiftRun
 from relattn.evaluation.shift_tables import summary, write_csv
 from relattn.files import replace_file
 from relattn.training import Run
+from relattn.training.draws import check_draws
 from relattn.training.errors import explain_write_errors
-from relattn.training.step import check_draws
 from relattn.training.workdir import usable_folder
 
 # Class names listed in a message.

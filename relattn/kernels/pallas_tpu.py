@@ -35,7 +35,7 @@ _LANES = 128
 # Tokens of a chunk. Small chunks wait for their transfers, in large ones most products
 # are those of pairs.
 _CHUNK = 2 * _LANES
-# Most numbers in the features and the state of a chunk: more do not fit into VMEM.
+# Largest size of the features and the state of a chunk: more does not fit into VMEM.
 _MAX_NUMBERS = 2**19
 # What feature maps may compute: these compile for a v5e.
 _OPERATIONS = (
@@ -142,8 +142,8 @@ def attend_on_tpu(
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. It has first
-        derivatives in reverse mode, and no others.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. It has only first
+        derivatives, in reverse mode.
     """
     einsum = wide_einsum(precision)
     features = feature_shapes(feature_map, k)

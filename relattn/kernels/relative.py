@@ -395,7 +395,7 @@ class _Blocks:
     Attributes:
         grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
-        size: Most queries in a block, but at least a row.
+        size: Largest number of queries in a block, which has at least a row.
         causal: Whether tokens attend to themselves and earlier tokens only.
         window: Number of tokens, itself included, that a token attends to; None for
             all.

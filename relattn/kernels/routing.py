@@ -120,8 +120,8 @@ def local_attention(
     out_i = sum_{|i - j| <= window // 2} softmax_j(q_i . k_j / sqrt(head_dim)) v_j
 
     Prefix tokens have no position: they attend to all tokens, and all tokens attend to
-    them. Each block of queries meets the keys of its own block and of the two
-    neighbouring blocks, with an exact mask.
+    them. Each block of queries is compared with the keys of its own block and of the
+    two neighbouring blocks, with an exact mask.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.

@@ -150,7 +150,7 @@ def causal_softmax_attention(
 
     out_i = sum_{j <= i} softmax_{j <= i}(q_i . k_j / sqrt(head_dim) + bias_ij) v_j, or
     over i - window < j <= i. With a window and without bias, time and memory are linear
-    in n: a block of queries meets only the keys that it sees.
+    in n: a block of queries is compared only with the keys that it sees.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.

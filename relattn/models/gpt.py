@@ -184,7 +184,7 @@ class GPT(nn.Module):
                 f"the sequence of {num_tokens} tokens is longer than "
                 f"context_length={length}" + bound_hint(num_tokens, f"<= {length}")
             )
-        # Token embeddings, N(0, 1) at the start.
+        # Token embeddings, initially N(0, 1).
         embedding = nn.Embed(
             self.vocab_size,
             self.dim,

@@ -243,7 +243,7 @@ def hf_table(names: Names, parts: Parts) -> Table:
     """Returns the table of transformers' image encoders, by the names of its first ViT.
 
     Args:
-        names: `HF_NAMES`, perhaps with another head.
+        names: `HF_NAMES`, possibly with another head.
         parts: The parts that the model has.
     """
     table = dict(_HF)

@@ -8,8 +8,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.nn.attention import SoftmaxAttention
 from relattn.nn.blocks import LAYER_NORM_EPSILON, FeedForward, make_norm
+from relattn.nn.softmax_attention import SoftmaxAttention
 
 
 class AttentionPool(nn.Module):

@@ -104,7 +104,7 @@ class _LinenModule(nnx.bridge.ToNNX):
         if index is not None:
             mutable.append("cache")
             kwargs["index"] = index
-            # Several tokens begin a sequence, perhaps in a batch of another size.
+            # Several tokens begin a sequence, possibly in a batch of another size.
             if x.shape[1] > 1:
                 nnx.pop(self, nnx.Cache)
         return self._apply(x, mutable=mutable or None, **kwargs)

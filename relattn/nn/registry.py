@@ -14,7 +14,7 @@ from typing import Any
 
 from relattn import spec
 from relattn.messages import shorten
-from relattn.nn.attention import MultiHeadAttention, SoftmaxAttention
+from relattn.nn.attention import MultiHeadAttention
 from relattn.nn.gated_positional import GatedPositionalAttention
 from relattn.nn.linear_attention import (
     BandedAttention,
@@ -25,6 +25,7 @@ from relattn.nn.linear_attention import (
 from relattn.nn.linformer import LinformerAttention
 from relattn.nn.positions import base, bias, fourier, gates, relative, rotary, sincos
 from relattn.nn.routing import RoutingAttention
+from relattn.nn.softmax_attention import SoftmaxAttention
 from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
 
 ATTENTIONS: dict[str, type[MultiHeadAttention]] = {

@@ -239,7 +239,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
         folder: The ``checkpoints`` folder of a run; need not exist.
 
     Returns:
-        The steps, perhaps none.
+        The steps; the list may be empty.
 
     Raises:
         CheckpointError: If the folder holds anything else.
@@ -343,7 +343,7 @@ def restore(folder: Path, step: int, template: Any) -> Any:
     Args:
         folder: The ``checkpoints`` folder of a run.
         step: The checkpoint's step; `read_meta` must have verified it.
-        template: A pytree of arrays or of their shapes and dtypes, perhaps with
+        template: A pytree of arrays or of their shapes and dtypes, optionally with
             shardings.
 
     Returns:

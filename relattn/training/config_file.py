@@ -38,7 +38,7 @@ def read_config(
 
     Args:
         config: ``configs/NAME.py``, or ``NAME`` for a configuration of the package;
-            perhaps with ``:`` and an argument.
+            optionally with ``:`` and an argument.
         options: Overrides such as ``--config.key=value``.
         workdir: The directory of the run, which may resume; "" for none.
 

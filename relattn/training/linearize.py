@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Key
 from relattn import spec
 from relattn.messages import list_problems
 from relattn.models import variable_names
-from relattn.nn.attention import SoftmaxAttention
 from relattn.nn.linear_attention import LinearAttention
+from relattn.nn.softmax_attention import SoftmaxAttention
 
 # Projections of the attentions of `relattn.models`, for `init_lora`.
 PROJECTIONS = r"attention/(q|k|v|out)/kernel$"
@@ -343,7 +343,7 @@ def init_lora(
     rank: int = 8,
     pattern: str = PROJECTIONS,
 ) -> dict[tuple[str, ...], dict[str, Any]]:
-    """Creates low-rank changes of matrices, zero at the start (LoRA).
+    """Creates low-rank changes of matrices, initially zero (LoRA).
 
     W' = W + scale a b, a ``[inputs, rank]`` uniform in +-1/sqrt(inputs), b ``[rank,
     outputs]`` zero.

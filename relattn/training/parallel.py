@@ -108,7 +108,7 @@ class Parallel(abc.ABC):
         """Puts the arrays that a pure function returns on the devices."""
 
     def template(self, tree: Any) -> Any:
-        """Returns the template for `restore`: shapes, dtypes and perhaps shardings."""
+        """Returns the template for `restore`: shapes, dtypes and any shardings."""
         return tree
 
     @abc.abstractmethod

@@ -221,7 +221,7 @@ def generate(
     )
     texts = []
     for row, length in zip(np.asarray(out), lengths, strict=True):
-        # The same text as without the other, perhaps longer prompts.
+        # The same text as without the other prompts, which may be longer.
         filled = max(context_length, length + 1)
         row = row[: length + num_tokens if num_tokens else filled]
         ends = np.flatnonzero(row[length:] == stop_token)

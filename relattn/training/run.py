@@ -29,19 +29,14 @@ from relattn.models.model_card import model_card
 from relattn.training import predict as predict_lib
 from relattn.training.config import to_json
 from relattn.training.devices import make_parallel
+from relattn.training.draws import average_draws, check_draws, draw_features
 from relattn.training.evaluator import Evaluator
 from relattn.training.given_data import require_data
 from relattn.training.metrics import metrics_of
 from relattn.training.parallel import Device
 from relattn.training.predict import Predictions
 from relattn.training.resume import check_columns, check_fits
-from relattn.training.step import (
-    Batch,
-    average_draws,
-    check_draws,
-    draw_features,
-    make_eval_step,
-)
+from relattn.training.step import Batch, make_eval_step
 from relattn.training.task import data_sizes
 from relattn.training.workdir import read_result, write_text
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,17 +11,17 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from relattn.data import Erase, Mix
 from relattn.kernels.random_projections import redraw
-from relattn.messages import shorten
 from relattn.nn.device_axis import (
     device_index,
     mean_over_devices,
     roll_batch,
     sum_over_devices,
 )
+from relattn.training.draws import average_draws, stream_key
 from relattn.training.metrics import (
     count_metric,
     cross_entropy,
@@ -48,8 +46,8 @@ class TrainState(flax.struct.PyTreeNode):
         step: Number of updates so far, int32; it determines the position in the data.
         params: The parameters.
         opt_state: The state of the optimiser.
-        random_features: The collection of random projections, perhaps empty.
-        batch_stats: The collection of moving statistics, float arrays, perhaps empty.
+        random_features: The collection of random projections; may be empty.
+        batch_stats: The collection of moving statistics, float arrays; may be empty.
         ema: The moving average of the parameters; empty if none is kept.
     """
 
@@ -73,24 +71,6 @@ class TrainState(flax.struct.PyTreeNode):
             "random_features": self.random_features,
             "batch_stats": self.batch_stats,
         }
-
-
-def stream_key(key: Key[Array, ""], name: str) -> Key[Array, ""]:
-    """Derives the key of a named random stream.
-
-    Args:
-        key: The run's key, ``jax.random.key(seed)``. Random features use it directly.
-        name: The stream's name, such as ``"dropout"``.
-
-    Returns:
-        A key that does not collide with ``fold_in`` of the index of a layer or step.
-
-    Example:
-        >>> key = jax.random.key(0)
-        >>> bool(stream_key(key, "params") == stream_key(key, "dropout"))
-        False
-    """
-    return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
 def create_state(
@@ -153,7 +133,8 @@ TrainStep = Callable[[TrainState, Batch, Key[Array, "..."]], tuple[TrainState, M
 EvalStep = Callable[[Any, Batch], Metrics]
 # Maps random features, a key and the step to new features.
 Redraw = Callable[[Any, Any, Any], Any]
-# Maps random features and a key to several draws, see `draw_features`.
+# Maps random features and a key to several draws, see
+# `relattn.training.draws.draw_features`.
 Draw = Callable[[Any, Any], Any]
 
 
@@ -475,8 +456,8 @@ def make_eval_step(
         preprocess: Maps a batch to the model's inputs.
         metrics: Names in `relattn.training.metrics.METRICS`.
         draws: Number of draws of the random features. With more than one, their
-            collection has those of `draw_features`, and the metrics are those of the
-            probabilities averaged over them, see `average_draws`.
+            collection has those of `relattn.training.draws.draw_features`, and the
+            metrics are those of the probabilities averaged over them.
 
     Returns:
         The function. ``batch`` has the input of ``preprocess``, ``label``, and
@@ -510,106 +491,6 @@ def make_eval_step(
         return sum_over_devices(sums)
 
     return eval_step
-
-
-def check_draws(draws: int, random_features: Any, *, key: str = "draws") -> None:
-    """Checks that a model can be evaluated with some number of draws.
-
-    Args:
-        draws: Number of draws of the random features.
-        random_features: The model's collection; arrays or their shapes.
-        key: Name of ``draws``, for the message.
-
-    Raises:
-        ValueError: If it is not a positive integer, or is more than one for a model
-            without random features.
-
-    Example:
-        >>> check_draws(1, {})
-    """
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
-        raise ValueError(
-            f"{key} must be an integer of at least 1, got {shorten(draws)}"
-        )
-    if draws > 1 and not jax.tree.leaves(random_features):
-        raise ValueError(
-            f"{key}={draws} needs random features to draw, but the model has none: "
-            f"leave {key} at 1"
-        )
-
-
-def draw_features(random_features: Any, key: Key[Array, ""], draws: int) -> Any:
-    """Draws random features several times, a pure function of the key.
-
-    The first draw is the given one. Draw k = 1, 2, ... is `relattn.kernels.redraw` with
-    the index k and the key ``stream_key(key, "draws")``, which training does not use.
-    So the first of many draws are those of fewer.
-
-    Args:
-        random_features: The collection of random projections.
-        key: The run's key.
-        draws: Number of draws.
-
-    Returns:
-        The collection; every projection has a new leading axis of draws.
-
-    Example:
-        >>> from relattn.kernels import draw_random_features
-        >>> key = jax.random.key(0)
-        >>> first = draw_random_features(key, layer=0, num_features=5, head_dim=3)
-        >>> drawn = draw_features({"layer": first}, key, 4)["layer"].projection
-        >>> drawn.shape, bool((drawn[0] == first.projection).all())
-        ((4, 5, 3), True)
-    """
-    stream = stream_key(key, "draws")
-    others = jax.vmap(lambda index: redraw(random_features, stream, index))(
-        jnp.arange(1, draws)
-    )
-    return jax.tree.map(
-        lambda first, rest: jnp.concatenate([first[None], rest]),
-        random_features,
-        others,
-    )
-
-
-def average_draws(
-    apply: Callable[[Any, Any], Any], variables: Any, inputs: Any
-) -> Float[Array, "*batch classes"]:
-    """Averages the probabilities of a model over draws of its random features.
-
-    logits = log mean_k softmax(apply(variables with draw k, inputs))
-
-    The draws are computed one after the other, in the memory of one.
-
-    Args:
-        apply: Maps variables and inputs to logits.
-        variables: The model's variables; every random projection has a leading axis of
-            draws, as `draw_features` returns it.
-        inputs: Inputs of the model.
-
-    Returns:
-        Logits whose softmax is the mean, float32.
-
-    Example:
-        >>> def apply(variables, inputs):
-        ...     return inputs * variables["random_features"]
-        >>> draws = {"random_features": jnp.array([-1.0, 1.0])}
-        >>> jax.nn.softmax(average_draws(apply, draws, jnp.array([1.0, 0.0])))
-        Array([0.5, 0.5], dtype=float32)
-    """
-    drawn = variables["random_features"]
-
-    def log_probabilities(features: Any) -> Array:
-        logits = apply({**variables, "random_features": features}, inputs)
-        return jax.nn.log_softmax(logits.astype(jnp.float32))
-
-    def add(total: Array, features: Any) -> tuple[Array, None]:
-        return jnp.logaddexp(total, log_probabilities(features)), None
-
-    first = jax.tree.map(lambda x: x[0], drawn)
-    shape = jax.eval_shape(log_probabilities, first).shape
-    total, _ = jax.lax.scan(add, jnp.full(shape, -jnp.inf), drawn)
-    return total - math.log(len(jax.tree.leaves(drawn)[0]))
 
 
 def scalars(intermediates: Any) -> Metrics:

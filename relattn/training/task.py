@@ -22,6 +22,7 @@ from relattn.data.base import ShardIndex
 from relattn.kernels.random_projections import redraw
 from relattn.training.config import LARGEST_INT
 from relattn.training.cost import training_flops
+from relattn.training.draws import check_draws, draw_features
 from relattn.training.metrics import metrics_of
 from relattn.training.optimizer import make_optimizer, make_schedule
 from relattn.training.parameters import is_frozen
@@ -33,9 +34,7 @@ from relattn.training.step import (
     Redraw,
     TrainState,
     TrainStep,
-    check_draws,
     create_state,
-    draw_features,
     make_eval_step,
     make_train_step,
 )

@@ -234,7 +234,7 @@ def test_empty_train_file_raises(folder):
 
 def test_odd_sized_train_file_raises(folder):
     (folder / "train.bin").write_bytes(bytes(23))
-    with pytest.raises(ValueError, match=r"train\.bin has 23 bytes, no multiple"):
+    with pytest.raises(ValueError, match=r"train\.bin has 23 bytes, not a multiple"):
         load_text(make_config(folder))
 
 
@@ -304,7 +304,7 @@ def test_large_vocabularies_take_four_bytes_a_token(tmp_path):
     meta = TokenMeta("hf:7", 128_256)
     np.testing.assert_array_equal(open_tokens(path, meta), tokens)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match="has 10 bytes, no multiple of 4, so it does"):
+    with pytest.raises(ValueError, match="has 10 bytes, not a multiple of 4, so it"):
         open_tokens(path, meta)
     write_tokens(path, [tokens], 128_256)
     with pytest.raises(ValueError, match="prepare the text again as uint32 tokens of"):
@@ -390,7 +390,7 @@ def test_open_empty_file_raises(tmp_path):
 
 def test_open_odd_sized_file_raises(tmp_path):
     (tmp_path / "val.bin").write_bytes(b"abc")
-    with pytest.raises(ValueError, match=r"val\.bin has 3 bytes, no multiple of 2, so"):
+    with pytest.raises(ValueError, match=r"val\.bin has 3 bytes, not a multiple of 2"):
         open_tokens(tmp_path / "val.bin", BYTES)
 
 

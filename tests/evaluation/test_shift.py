@@ -39,7 +39,7 @@ from relattn.training import (
     make_predict_fn,
     train_and_evaluate,
 )
-from relattn.training.step import draw_features
+from relattn.training.draws import draw_features
 from tests.helpers.shifting import moved
 
 SHIFTS = [(0, 0), (2, 0), (0, -3), (-1, 4), (6, 1), (-9, 2), (3, 9)]

@@ -11,10 +11,11 @@ import pytest
 from relattn import kernels
 from relattn.kernels import redraw
 from relattn.kernels.checks import finite_tokens
-from relattn.nn.attention import Context, SoftmaxAttention, check_index
+from relattn.nn.attention import Context, check_index
 from relattn.nn.linear_attention import FavorAttention
 from relattn.nn.positions.relative import RelativeTables
 from relattn.nn.registry import POSITIONS, build
+from relattn.nn.softmax_attention import SoftmaxAttention
 from tests import reference
 from tests.helpers import specs
 from tests.helpers.quick import normal, quick_jit, run

@@ -16,9 +16,10 @@ from relattn.evaluation import predict as predict_lib
 from relattn.kernels import draw_random_features, positive_features
 from relattn.kernels.random_projections import redraw
 from relattn.training.devices import make_parallel
+from relattn.training.draws import average_draws, draw_features
 from relattn.training.evaluator import Evaluator
 from relattn.training.seeds import make_task
-from relattn.training.step import average_draws, draw_features, make_eval_step
+from relattn.training.step import make_eval_step
 from relattn.training.task import Task
 from tests.helpers.quick import quick_jit
 from tests.training.conftest import make_data

@@ -7,9 +7,10 @@ import optax
 import pytest
 
 from relattn.data import make_erase, make_mix
+from relattn.training.draws import stream_key
 from relattn.training.mesh import MeshParallel
 from relattn.training.pmap import DataParallel
-from relattn.training.step import create_state, make_train_step, stream_key
+from relattn.training.step import create_state, make_train_step
 from tests.helpers import quick
 
 SHAPE = (5, 3, 2)

@@ -8,9 +8,10 @@ import optax
 import pytest
 
 from relattn.data import make_mix
+from relattn.training.draws import stream_key
 from relattn.training.mesh import MeshParallel
 from relattn.training.pmap import DataParallel
-from relattn.training.step import create_state, make_train_step, stream_key
+from relattn.training.step import create_state, make_train_step
 from relattn.training.task import Task
 from tests.helpers.quick import quick_jit
 from tests.training.conftest import TinyModel, make_data

@@ -11,6 +11,7 @@ import pytest
 from relattn import models
 from relattn.kernels.random_projections import redraw
 from relattn.training import default_config
+from relattn.training.draws import stream_key
 from relattn.training.metrics import cross_entropy
 from relattn.training.optimizer import make_optimizer, make_schedule
 from relattn.training.step import (
@@ -18,7 +19,6 @@ from relattn.training.step import (
     make_eval_step,
     make_train_step,
     scalars,
-    stream_key,
 )
 from tests.helpers import quick
 from tests.helpers.quick import quick_jit

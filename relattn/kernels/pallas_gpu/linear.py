@@ -60,18 +60,18 @@ from relattn.kernels.pallas_gpu.token_weights import accumulate, find_weights
 from relattn.kernels.platform import has_program_per_device
 from relattn.kernels.precision import compute_dtype
 
-# Most tokens of a chunk, and of a segment, whose sums one program adds up.
+# Largest number of tokens of a chunk, and of a segment, whose sums one program adds.
 _CHUNK = 128
 _SEGMENT = 1024
-# Most chunks of a segment if causal.
+# Largest number of chunks of a segment if causal.
 _CAUSAL_CHUNKS = 4
-# Most tokens, and features, of a step.
+# Largest number of tokens, and of features, of a step.
 _STEP = 64
 # Bytes of a chunk of queries: with keys, values, gradients and weights of pairs they
 # fill the shared memory of an H100. Three products of TF32 instead of one need twice as
 # much: each operand in two parts.
 _CHUNK_BYTES = 2**14
-# Most features.
+# Largest number of features.
 _MAX_FEATURES = 512
 
 
@@ -143,9 +143,9 @@ def attend_on_gpu(
         precision: Precision of the products of float32 arrays, TF32 by default.
 
     Returns:
-        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. It has first
-        derivatives in reverse mode, also of the projection and bias of the feature map,
-        and no others.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. It has only first
+        derivatives, in reverse mode, including those of the projection and bias of the
+        feature map.
     """
     # `fits_gpu` refuses what has no precision, and other feature maps.
     dtype, name = v.dtype, cast(str, precision_name(precision))

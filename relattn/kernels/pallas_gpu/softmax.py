@@ -42,7 +42,7 @@ from relattn.kernels.platform import has_program_per_device
 from relattn.kernels.precision import compute_dtype, widen
 from relattn.offsets import Grid, PrefixRow
 
-# Most tokens of a block, and most of its bytes.
+# Largest number of tokens of a block, and of its bytes.
 _BLOCK = 64
 _BLOCK_BYTES = 2**14
 # The segment of keys that do not exist.
@@ -136,8 +136,8 @@ def attend_on_gpu(
         precision: Precision of the products of float32 arrays, TF32 by default.
 
     Returns:
-        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. It has first
-        derivatives in reverse mode and no others.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. It has only first
+        derivatives, in reverse mode.
     """
     # `fits_gpu` refuses what has no precision.
     dtype, name = v.dtype, cast(str, precision_name(precision))

@@ -42,7 +42,7 @@ from relattn.kernels.platform import has_program_per_device
 from relattn.kernels.precision import compute_dtype
 from relattn.offsets import Grid, pair_rows
 
-# Most sequences of a program, and most components of its tokens and heads.
+# Largest number of sequences of a program, and of components of its tokens and heads.
 _BLOCK = 64
 _MAX_WIDTH = 128
 _MAX_HEAD_DIM = 64

@@ -450,8 +450,8 @@ def append_waves(
     k'_j = [k_j, a c_j + b s_j, a s_j - b c_j, ...], the waves times head_dim^(1/4), and
     all times (wider / head_dim)^(1/4). Then q'_i . k'_j / sqrt(wider) =
     q_i . k_j / sqrt(head_dim) + sum_r (a^2 - b^2) cos(w_r . d) - 2 a b sin(w_r . d),
-    d = p_i - p_j: any sum of waves, with an equal share on both sides. These are the
-    scores of softmax attention, and what random features estimate, in time linear
+    d = p_i - p_j: any sum of waves, split equally between queries and keys. These are
+    the scores of softmax attention, and what random features estimate, in time linear
     in n, for positions that need no grid.
 
     Args:
@@ -475,8 +475,8 @@ def append_waves(
 
     Source:
         Choromanski et al., Learning a Fourier Transform for Linear Relative Positional
-        Encodings in Transformers, section 3; the equal shares of queries and keys are
-        ours.
+        Encodings in Transformers, section 3; the equal split between queries and keys
+        is ours.
     """
     (c, s), scale = _pairs(waves[..., None]), q.shape[-1] ** 0.25
     a, b = _pairs(scale * widen(coefficients)[..., None, :, :, None])

@@ -62,8 +62,8 @@ def irpe_exponents(
     absolute position.
 
     Args:
-        *embeddings: For each axis of the grid one, ``[*batch, size, head_dim]``: r and
-            c of a grid of rows and columns.
+        *embeddings: One for each axis of the grid, shape ``[*batch, size, head_dim]``:
+            r and c for a grid of rows and columns.
         num_prefix: Number of prefix tokens.
 
     Returns:

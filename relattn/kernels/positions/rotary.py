@@ -29,7 +29,7 @@ def rotary_angles(
 
     angle = w_t p_axis with w_t = base^(-t / num), t = 0 .. num - 1, and num =
     head_dim / (2 axes) frequencies for each axis; the axes are concatenated. If the
-    number of pairs does not divide by the number of axes, the last axes have one more.
+    number of axes does not divide the number of pairs, the last axes have one more.
     Prefix tokens have angle zero.
 
     Args:
@@ -92,7 +92,7 @@ def draw_mixed_frequencies(
     right angles to each other. The rotation of the cross is uniform, and drawn for each
     index of ``leading``. Along each direction u, w_t = base^(-t / num) u for t = 0 ..
     num - 1, with num = num_frequencies / axes, rounded up; the last directions have one
-    vector less if num_frequencies is not a multiple of axes. With one axis,
+    vector fewer if num_frequencies is not a multiple of axes. With one axis,
     w_t = base^(-t / num_frequencies).
 
     Args:

@@ -14,7 +14,7 @@ from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.softmax import masked_softmax
 
 Precision = jax.lax.PrecisionLike
-# Queries, keys and values, or what belongs to them; None for a part that is not there.
+# Queries, keys and values, or what belongs to them; None for a missing part.
 Triple = tuple[Array | None, Array | None, Array | None]
 
 

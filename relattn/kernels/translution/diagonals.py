@@ -37,8 +37,8 @@ class DiagonalBlocks:
         length: Number of tokens.
         num_heads: Number of heads.
         precision: Precision of the products.
-        max_bytes: Most bytes of the projections of a block, unless those of one
-            diagonal are more.
+        max_bytes: Largest number of bytes of a block's projections; a block has at
+            least one diagonal.
     """
 
     length: int

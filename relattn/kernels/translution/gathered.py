@@ -44,8 +44,8 @@ class PairBlocks:
         num_prefix: Number of prefix tokens.
         num_heads: Number of heads.
         precision: Precision of the products.
-        max_bytes: Most bytes of the matrices and projections of a block's pairs, unless
-            those of one query are more.
+        max_bytes: Largest number of bytes of the matrices and projections of a block's
+            pairs; a block has at least one query.
     """
 
     grid: Grid

@@ -357,7 +357,8 @@ def split_attention_mask(
         ``is_causal``: the arguments of `attention_fn`.
 
     Raises:
-        ValueError: If the mask has another form, or its values are not known.
+        ValueError: If the mask has another form, such as one that is added to scores,
+            or its values are not known.
 
     Example:
         >>> import flax.linen as nn
@@ -369,12 +370,14 @@ def split_attention_mask(
         ([[True, True, False]], True)
     """
     try:
-        allowed = np.asarray(mask) != 0
+        values = np.asarray(mask)
     except jax.errors.TracerArrayConversionError:
         raise ValueError(
             "split_attention_mask needs a mask whose values are known: call it outside "
             "jax.jit, or pass mask=key_mask[:, None, None] to the layer"
         ) from None
+    _check_not_additive(values)
+    allowed = values != 0
     if allowed.ndim < 3:
         raise ValueError(f"mask must be [*batch, heads, n, m], got {allowed.shape}")
     one_head = allowed[..., 0, :, :]
@@ -409,8 +412,21 @@ def _check_last_queries(n, m, told):
 
 def _is_allowed(mask):
     """Returns where a mask of Flax is other than zero; it may be a list, or None."""
+    if mask is None:
+        return None
     # A list itself is unequal to 0.
-    return None if mask is None else jnp.asarray(mask) != 0
+    mask = jnp.asarray(mask)
+    _check_not_additive(mask)
+    return mask != 0
+
+
+def _check_not_additive(mask):
+    """Refuses a mask of 0 and -inf, if its values are known: it means the opposite."""
+    if not isinstance(mask, jax.core.Tracer) and (np.asarray(mask) < 0).any():
+        raise ValueError(
+            "mask has values below zero, as one that is added to scores, but in a mask "
+            "of Flax other than zero means allowed: pass mask == 0"
+        )
 
 
 def _mask_of_keys(key_mask, scores):

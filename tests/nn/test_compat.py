@@ -453,6 +453,17 @@ def test_other_masks_are_refused(mask):
         split_attention_mask(mask)
 
 
+def test_a_mask_that_is_added_to_scores_is_refused():
+    """Where it is other than zero, it forbids."""
+    mask = jnp.where(PADDING, 0.0, -jnp.inf)[:, None, None]
+    message = "values below zero, as one that is added to scores, .*: pass mask == 0"
+    with pytest.raises(ValueError, match=message):
+        split_attention_mask(mask)
+    for options in ({"mask": mask}, {"key_mask": mask[:, 0, 0]}):
+        with pytest.raises(ValueError, match=message):
+            attention_fn("favor")(*inputs(m=N), **options)
+
+
 def test_a_mask_of_unknown_values_is_refused():
     mask = nn.make_causal_mask(jnp.ones((1, N)))
     with pytest.raises(ValueError, match="known: call it outside jax.jit"):

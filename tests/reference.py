@@ -1,6 +1,6 @@
 """Naive float64 references of every kernel, written for readability.
 
-Each function takes and returns arrays without leading axes and computes all n x m
+Each function takes and returns arrays without batch axes and computes all n x m
 weights. Run them under ``jax.enable_x64(True)``.
 """
 

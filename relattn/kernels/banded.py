@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import (
-    broadcast_leading,
+    broadcast_batch,
     check_arguments,
     finite_masked,
 )
@@ -119,7 +119,7 @@ def banded_attention(
         raise ValueError(
             f"cls='corner' needs a grid with a last row, got {grid}: use cls='far'"
         )
-    q, v = broadcast_leading(finite_masked(q, key_mask), v)
+    q, v = broadcast_batch(finite_masked(q, key_mask), v)
     values = widen(v)
     keys = jnp.ones((v.shape[-2], 1), values.dtype)
     if key_mask is not None:

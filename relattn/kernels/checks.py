@@ -1,4 +1,4 @@
-"""Checks kernel arguments against annotations; helpers for masks and leading axes.
+"""Checks kernel arguments against annotations; helpers for masks and batch axes.
 
 The annotations themselves are enforced only in tests. These checks run on every call.
 They only read shapes and dtypes, so they cost nothing once a function is compiled.
@@ -27,8 +27,8 @@ _KEYS = ("k", "v", "key_mask")
 def check_arguments(function: Function) -> Function:
     """Checks a kernel's arguments against its annotations on every call.
 
-    Axes with the same name must have the same size. Leading axes ``*#batch`` must
-    broadcast. Masks must be boolean and have all leading axes or none. Only leading
+    Axes with the same name must have the same size. Batch axes ``*#batch`` must
+    broadcast. Masks must be boolean and have all batch axes or none. Only batch
     axes and the query axis ``n`` may be empty. Integers and booleans become float32
     where floats are annotated. Members of a tuple are checked like arguments and named
     ``qkv[0]``.
@@ -85,14 +85,14 @@ def check_arguments(function: Function) -> Function:
                 read(f"{name}[{i}]", x, choices[i]) for i, x in enumerate(value)
             )
         _check_sizes(arrays, chosen, layouts())
-        _check_leading(arrays, chosen)
+        _check_batch(arrays, chosen)
         return function(*bound.args, **bound.kwargs)
 
     return typing.cast(Function, checked)
 
 
-def broadcast_leading(*arrays: Array) -> list[Array]:
-    """Broadcasts the leading axes of arrays ``[*batch, n, width]`` to one shape."""
+def broadcast_batch(*arrays: Array) -> list[Array]:
+    """Broadcasts the batch axes of arrays ``[*batch, n, width]`` to one shape."""
     leading = jnp.broadcast_shapes(*(x.shape[:-2] for x in arrays))
     return [jnp.broadcast_to(x, (*leading, *x.shape[-2:])) for x in arrays]
 
@@ -209,8 +209,8 @@ class _Layout(NamedTuple):
 
     Attributes:
         kind: `Float`, `Bool` or `Int`.
-        batch: The name of the leading axes, or None if there are none.
-        broadcast: Whether the leading axes may broadcast.
+        batch: The name of the batch axes, or None if there are none.
+        broadcast: Whether the batch axes may broadcast.
         axes: Names of the other axes; a number is a fixed size.
     """
 
@@ -229,7 +229,7 @@ class _Layout(NamedTuple):
         return ndim == own if self.batch is None else ndim >= own
 
     def leading(self, x: Array | np.ndarray) -> tuple[int, ...]:
-        """Returns the sizes of an array's leading axes."""
+        """Returns the sizes of an array's batch axes."""
         return x.shape[: x.ndim - len(self.axes)]
 
 
@@ -316,8 +316,8 @@ def _check_sizes(arrays, chosen, layouts):
                 )
 
 
-def _check_leading(arrays, chosen):
-    """Checks that leading axes broadcast and that masks have all of them or none."""
+def _check_batch(arrays, chosen):
+    """Checks that batch axes broadcast and that masks have all of them or none."""
     batches = {layout.batch for layout in chosen.values()} - {None}
     for batch in batches:
         names = [name for name, layout in chosen.items() if layout.batch == batch]
@@ -333,7 +333,7 @@ def _check_leading(arrays, chosen):
         ):
             shapes = _join_words([f"{name} {arrays[name].shape}" for name in others])
             raise ValueError(
-                f"the leading axes *{batch} of {_join_words(others)} must be the same "
+                f"the batch axes *{batch} of {_join_words(others)} must be the same "
                 f"or broadcast, got shapes {shapes}"
             )
         for name in masks:
@@ -341,7 +341,7 @@ def _check_leading(arrays, chosen):
 
 
 def _check_mask(name, x, leading, batch):
-    """Checks that the leading axes of a mask are complete and broadcast."""
+    """Checks that the batch axes of a mask are complete and broadcast."""
     own = x.shape[len(leading) :]
     if not leading:
         return
@@ -355,8 +355,8 @@ def _check_mask(name, x, leading, batch):
         index = ", ".join([":"] * len(leading) + ["None"] * missing)
         hint = f"; add the missing heads axis with {name}[{index}]"
     raise ValueError(
-        f"{name} of shape {x.shape} does not fit the leading axes {batch} of the other "
-        f"arguments: expected {own} or {(*batch, *own)}, with size 1 for leading axes "
+        f"{name} of shape {x.shape} does not fit the batch axes {batch} of the other "
+        f"arguments: expected {own} or {(*batch, *own)}, with size 1 for batch axes "
         f"that share a mask{hint}"
     )
 

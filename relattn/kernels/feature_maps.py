@@ -329,7 +329,7 @@ def check_feature_maps(feature_map: FeatureMap, q: Array, k: Array) -> None:
         jax.tree.map(jnp.shape, jax.eval_shape(*each))
         for each in zip(maps, token, strict=True)
     ]
-    # Only the keys' bound is used; leading axes, which matrices have, may broadcast.
+    # Only the keys' bound is used; batch axes, which matrices have, may broadcast.
     last = [[shape and shape[-1] for shape in found[:2]] for found in shapes]
     if last[0] != last[1]:
         raise ValueError(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import (
     at_most,
-    broadcast_leading,
+    broadcast_batch,
     check_arguments,
     finite_masked,
     zero_masked,
@@ -333,9 +333,9 @@ def causal_linear_attention(
     check_chunk_size(chunk_size)
     check_feature_maps(feature_map, q, k)
     q = finite_masked(q, key_mask)
-    # Queries may have more leading axes: sums of keys that they share exist once.
+    # Queries may have more batch axes: sums of keys that they share exist once.
     per_token = [x for x in (key_mask, segment_ids) if x is not None]
-    k, v, *_ = broadcast_leading(k, v, *(x[..., None] for x in per_token))
+    k, v, *_ = broadcast_batch(k, v, *(x[..., None] for x in per_token))
     k, v, key_mask = zero_masked(k, v, key_mask)
     # Where S_i and z_i begin again from zero.
     starts = None
@@ -399,7 +399,7 @@ def _tpu_branches(q, k, v, feature_map, precision):
 
     def attend(q, k, v, key_mask, starts):
         del key_mask, starts
-        q, k, v = broadcast_leading(q, k, v)
+        q, k, v = broadcast_batch(q, k, v)
         return pallas_tpu.attend_on_tpu(q, k, v, feature_map, precision=precision)
 
     return {"tpu": attend}

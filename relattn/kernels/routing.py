@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from relattn.kernels.checks import (
     at_most,
     bound_hint,
-    broadcast_leading,
+    broadcast_batch,
     check_arguments,
     finite_masked,
     zero_masked,
@@ -81,7 +81,7 @@ def routing_attention(
             f"routing needs a window of 1 to n={n} tokens, got window={window}"
             + bound_hint(n, f">= {window}")
         )
-    q, k, v = broadcast_leading(q, k, v)
+    q, k, v = broadcast_batch(q, k, v)
     if key_mask is not None:
         q = jnp.where(key_mask[..., None], q, 0)
     k, v, key_mask = zero_masked(k, v, key_mask)
@@ -155,7 +155,7 @@ def local_attention(
     n = q.shape[-2]
     check_prefix(n, num_prefix)
     length = n - num_prefix
-    q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
+    q, k, v = broadcast_batch(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     exists = jnp.ones(k.shape[:-1], bool) if key_mask is None else key_mask
     # Prefix queries attend to all tokens.

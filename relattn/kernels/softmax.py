@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import (
     at_most,
-    broadcast_leading,
+    broadcast_batch,
     check_arguments,
     combine_masks,
     finite_masked,
@@ -214,7 +214,7 @@ def _attend(q, k, v, mask, key_mask, segment_ids, bias, precision, *, causal=Fal
         options = {"causal": causal, "precision": precision}
         if key_mask is None and segment_ids is None:
             # Flash attention has no keys that queries share.
-            like = broadcast_leading(q, k, v)
+            like = broadcast_batch(q, k, v)
             flash = flash_branches(*like, **options)
             if flash:
                 return jax.lax.platform_dependent(*like, **flash, default=blocks)

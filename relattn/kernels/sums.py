@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import broadcast_leading
+from relattn.kernels.checks import broadcast_batch
 from relattn.kernels.feature_maps import Features
 from relattn.kernels.guards import FLOAT32_MIN, divide_sums, shifted_exp, split_ones
 from relattn.kernels.precision import compute_dtype
@@ -73,7 +73,7 @@ def key_state(
     # S_f = sum_j phi(k_j)_f v_j^T and z_f = sum_j phi(k_j)_f, side by side.
     sums = einsum("...mf,...me->...fe", phi, v)
     totals = jnp.sum(phi, axis=-2)[..., None]
-    sums = jnp.concatenate(broadcast_leading(sums, totals), axis=-1)
+    sums = jnp.concatenate(broadcast_batch(sums, totals), axis=-1)
     return LinearState(shift, sums, magnitudes)
 
 

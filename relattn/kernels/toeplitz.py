@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import (
-    broadcast_leading,
+    broadcast_batch,
     check_arguments,
     check_static,
     finite_masked,
@@ -165,7 +165,7 @@ def toeplitz_linear_attention(
     dense_size = platform_defaults().pairs_size if dense_size is None else dense_size
     rows, dense = num_offsets(grid), q.shape[-2] - num_prefix <= dense_size
     bias = cast(Array, with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1))
-    q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
+    q, k, v = broadcast_batch(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
 
@@ -296,7 +296,7 @@ def causal_toeplitz_linear_attention(
     length = q.shape[-2]
     check_static(length, "Causal linear attention with an offset bias")
     bias = cast(Array, past_rows(bias, "bias", length, axis=-1))
-    q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
+    q, k, v = broadcast_batch(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
 

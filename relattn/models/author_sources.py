@@ -152,7 +152,8 @@ def _translution_vit(
     """Returns the table of the ViT around its layers, its options and its sizes."""
     width = tensors["to_patch_embedding.2.weight"].shape[1]
     channels, side = _patch(width, settings)
-    table, options = {**TRANSLUTION_VIT}, {"patch_size": side}
+    table: Table = {**TRANSLUTION_VIT}
+    options: dict[str, Any] = {"patch_size": side}
     if "pos_embedding" in tensors:
         options["position"] = "learned"
         table["position.learned.table"] = (lambda x: x[0, 1:], "pos_embedding")

@@ -1,6 +1,6 @@
 """Tests that every kernel rejects arguments that do not fit, and names their shapes.
 
-`KERNELS` lists the arrays of every kernel that takes tokens, without leading axes.
+`KERNELS` lists the arrays of every kernel that takes tokens, without batch axes.
 """
 
 import inspect
@@ -259,7 +259,7 @@ def test_different_lengths_of_queries_and_keys_raise_in_self_attention(name):
 def test_leading_axes_that_do_not_broadcast_raise(name):
     tokens = {**draw(name, 3), "v": draw(name, 2)["v"]}
     shapes = shape_pattern(tokens["v"])
-    message = rf"leading axes \*batch of .* must be the same or broadcast, .*{shapes}"
+    message = rf"batch axes \*batch of .* must be the same or broadcast, .*{shapes}"
     with pytest.raises(ValueError, match=message):
         call(name, tokens)
 

@@ -27,10 +27,10 @@ class Mechanism:
         name: Name of the mechanism, in test ids and tables.
         apply: Maps inputs, each ``[*batch, tokens, width]``, and ``key_mask=`` to
             outputs ``[*batch, n, width]``.
-        naive: The reference: maps inputs without leading axes, and the keys that a
+        naive: The reference: maps inputs without batch axes, and the keys that a
             query may attend to, ``[n, m]``, to outputs.
-        shapes: Shape of every input, by name, without leading axes.
-        shared: Inputs that never have leading axes: parameters.
+        shapes: Shape of every input, by name, without batch axes.
+        shared: Inputs that never have batch axes: parameters.
         key_inputs: Inputs with a row for every key.
         scaled_input: The input in which one row is scaled by 20.
         causal: Whether a token attends only to itself and earlier tokens.

@@ -36,7 +36,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import broadcast_leading
+from relattn.kernels.checks import broadcast_batch
 from relattn.kernels.feature_maps import FeatureMap
 from relattn.kernels.pallas_gpu.features import Found, find_map
 from relattn.kernels.pallas_gpu.linear_kernels import (
@@ -155,7 +155,7 @@ def attend_on_gpu(
     masks = {key: x[..., None] for key, x in masks.items() if x is not None}
     if key_mask is not None:
         k, v = (jnp.where(key_mask[..., None], x, 0) for x in (k, v))
-    q, k, v, *per_token = broadcast_leading(q, k, v, *masks.values())
+    q, k, v, *per_token = broadcast_batch(q, k, v, *masks.values())
     masks = dict(zip(masks, per_token, strict=True))
     *batch, n, head_dim = q.shape
     m, value_dim = v.shape[-2:]

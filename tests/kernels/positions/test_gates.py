@@ -1,4 +1,4 @@
-"""Tests gates beyond the contracts: identity, prefix, leading axes and errors."""
+"""Tests gates beyond the contracts: identity, prefix, batch axes and errors."""
 
 import functools
 

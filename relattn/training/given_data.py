@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from relattn.data import DataInfo, DataSource, ImageSplit, PointSplit, TokenSplit
+from relattn.command import one_line
+from relattn.data import (
+    DataInfo,
+    DataSource,
+    ImageSplit,
+    PointSplit,
+    TokenSplit,
+    read_info,
+)
 from relattn.data.image_list import ImageRecords
 from relattn.data.paths import recorded_sha256, sha256
 from relattn.data.streaming import Photographs, StreamedSplit
@@ -87,6 +96,30 @@ def check_source(data: Any) -> None:
             "data must be a data set, such as ImageData.from_arrays(...), got "
             f"{type(data).__name__}: see relattn.data.DataSource"
         )
+
+
+def check_description(info: DataInfo) -> None:
+    """Checks that a run can store the description of its data, and read it again.
+
+    Args:
+        info: The description.
+
+    Raises:
+        ValueError: If a field has a value that JSON does not have, or another type or
+            range than it should have.
+
+    Example:
+        >>> from relattn.data import TextInfo
+        >>> check_description(TextInfo("plays", "bytes", 256, 7, 100, "a file"))
+    """
+    try:
+        read_info(json.loads(json.dumps(dataclasses.asdict(info))))
+    except (TypeError, ValueError) as error:
+        # At the end of training it would be too late.
+        raise ValueError(
+            f"a run cannot store the description of its data ({one_line(error)}): "
+            "correct it, such as class_names, which are texts"
+        ) from error
 
 
 def check_given(saved: dict[str, Any], given: bool, checkpoint: Path) -> None:

@@ -33,6 +33,7 @@ from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator, final_results
 from relattn.training.given_data import (
     check_contents,
+    check_description,
     check_given,
     check_source,
     fingerprint,
@@ -175,6 +176,7 @@ def _check_data(
     data: data_lib.DataSource, saved: dict[str, Any] | None, workdir: Path
 ) -> str:
     """Checks that the data are those of the checkpoint; returns their fingerprint."""
+    check_description(data.info)
     if not len(data.eval_splits["validation"]):
         raise ValueError(
             "config.data.num_validation must be at least 1: the best checkpoint is "

@@ -17,6 +17,7 @@ from relattn.evaluation import report as report_lib
 from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.training.config import default_config
 from relattn.training.given_data import check_contents, check_source, fingerprint
+from tests.helpers.export import unchecked_annotations
 from tests.training.conftest import TinyText, build_tiny
 from tests.training.conftest import make_config as make_tiny_config
 
@@ -50,6 +51,15 @@ def make_config(num_steps=2):
     config.data.update(name="mnist", source="embedded", num_validation=5)
     config.update(num_steps=num_steps, num_epochs=0, batch_size=8, progress=False)
     return config
+
+
+def test_a_description_that_cannot_be_read_again_is_refused(tmp_path):
+    """Otherwise the run would end with an error, and could not be loaded."""
+    message = r"store .*class_names\[0\]=0, which must be a string\): correct it"
+    with unchecked_annotations():
+        data = make_stripes(class_names=range(2))
+        with pytest.raises(ValueError, match=message):
+            training.train_and_evaluate(make_config(), tmp_path, data=data)
 
 
 @pytest.fixture(scope="module")

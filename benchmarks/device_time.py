@@ -1,4 +1,4 @@
-"""Device time of functions, and what the device can do at most."""
+"""Device time of functions, and the peak rates of the device."""
 
 from __future__ import annotations
 

@@ -54,11 +54,11 @@ class Instruction:
 def count_executed(text: str) -> tuple[int, int]:
     """Counts the executed instructions and the bytes that they move.
 
-    A fusion is one instruction. What only names values or computes an index is none.
-    The instructions of a loop count once for each iteration, or once if their number is
-    not known; of branches, the longest counts. Bytes are those of operands and results
-    in the device's main memory, HBM on a TPU, with the padding of their layouts.
-    Whoever takes or updates a slice moves only that slice.
+    A fusion is one instruction. What only names values or computes an index does not
+    count. The instructions of a loop count once for each iteration, or once if their
+    number is not known; of branches, the longest counts. Bytes are those of operands
+    and results in the device's main memory, HBM on a TPU, with the padding of their
+    layouts. An instruction that takes or updates a slice moves only that slice.
 
     Args:
         text: The program, ``compiled.as_text()``.

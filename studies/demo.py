@@ -116,7 +116,7 @@ def run_demo(
         find_published=published_curve,
     )
     one_class, every_class = comparison.one_class(), comparison.every_class()
-    steps.done("moved the test images")
+    steps.done("shifted the test images")
     plot(comparison.panels([*one_class, *every_class]), output / "shift.png")
     results = {
         variant: _results([t for t in trainings if t.label == variant], one, every)

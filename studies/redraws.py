@@ -219,7 +219,7 @@ def point(
         The means and the standard deviations.
     """
     curves = [curve for each in predictions for curve in curves_of([each], label)]
-    moved = [i for i, shift in enumerate(curves[0].shifts) if shift != (0, 0)]
+    shifted = [i for i, shift in enumerate(curves[0].shifts) if shift != (0, 0)]
 
     def over_seeds(values: Sequence[float]) -> Value:
         std = float(np.std(values, ddof=1)) if len(values) > 1 else None
@@ -231,9 +231,9 @@ def point(
         draws,
         "all" if label is None else str(label),
         over_seeds([float(curve.at((0, 0)).accuracy) for curve in curves]),
-        over_seeds([float(curve.metrics.accuracy[moved].mean()) for curve in curves]),
+        over_seeds([float(curve.metrics.accuracy[shifted].mean()) for curve in curves]),
         over_seeds(
-            [float(curve.metrics.consistency[moved].mean()) for curve in curves]
+            [float(curve.metrics.consistency[shifted].mean()) for curve in curves]
         ),
     )
 

@@ -214,8 +214,8 @@ def test_pretrained_guide_has_the_stated_accuracies(monkeypatch):
     assert scope["predictions"].shape == (1, 3)
     stated = dict(re.findall(r"^(\w+) = .*# (0\.\d+)$", text, re.M))
     vit = {"own", "lowest", "highest", "by_softmax"}
-    performer = {"unmoved", "one_patch", "half_patch", "two_patches"}
-    softmax = {"softmax_unmoved", "softmax_two_patches", "every_class"}
+    performer = {"unshifted", "one_patch", "half_patch", "two_patches"}
+    softmax = {"softmax_unshifted", "softmax_two_patches", "every_class"}
     assert stated.keys() == vit | performer | softmax
     for name, value in stated.items():
         np.testing.assert_allclose(scope[name], float(value), atol=0.02)

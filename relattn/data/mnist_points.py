@@ -28,7 +28,7 @@ def make_mnist_points(
 
     Returns:
         The sets, in memory. Positions are in pixels from the centre of the image. The
-        split ``test_shifted`` has the test sets, each moved by a real vector, uniform
+        split ``test_shifted`` has the test sets, each shifted by a real vector, uniform
         up to 28 pixels along each axis.
 
     Raises:
@@ -110,7 +110,7 @@ def shift_points(
         max_shift: Largest shift along an axis; shifts are uniform up to it.
 
     Returns:
-        The moved sets.
+        The shifted sets.
     """
     points, axes = split.points.copy(), split.num_axes
     vectors = np.random.default_rng(seed).uniform(

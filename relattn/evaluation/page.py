@@ -60,8 +60,8 @@ class Page:
     """A page of some runs on the same images: add each of them, then write it.
 
     If the page would be too large, it has no attention maps, and says so. It first
-    shows an image that every run classifies correctly unmoved and some run does not at
-    other shifts, if there is one: that at which the worst run is furthest behind the
+    shows an image that every run classifies correctly unshifted and some run does not
+    at other shifts, if there is one: that at which the worst run is furthest behind the
     others.
 
     Args:
@@ -147,14 +147,14 @@ class Page:
         Args:
             path: The file.
         """
-        unmoved = self._shifts.index((0, 0))
+        unshifted = self._shifts.index((0, 0))
         shown = {
             "classes": self._runs[0].info.class_names,
             "maxShift": self._max_shift,
             "boundary": self._boundary,
             "dataset": self._runs[0].info.name,
             "numImages": len(self._images),
-            "first": _first_shown(np.stack(self._correct), unmoved),
+            "first": _first_shown(np.stack(self._correct), unshifted),
             "mapsLeftOut": not self._has_maps,
             "shape": self._images.shape[1:],
             "images": _encode(np.round(255 * self._images[: self._num_shown])),
@@ -267,22 +267,22 @@ def _model(
     return model, np.stack(correct)
 
 
-def _first_shown(correct: Bool[np.ndarray, "runs n shifts"], unmoved: int) -> int:
+def _first_shown(correct: Bool[np.ndarray, "runs n shifts"], unshifted: int) -> int:
     """Chooses the image that the page shows first.
 
-    Every run classifies it correctly unmoved, and over all shifts the worst run is
+    Every run classifies it correctly unshifted, and over all shifts the worst run is
     furthest behind the others.
 
     Args:
         correct: Whether each run classifies each image correctly at each shift.
-        unmoved: The index of no shift.
+        unshifted: The index of the shift (0, 0).
 
     Returns:
         The index of the image; 0 if there is none.
     """
     accuracy = np.sort(correct.mean(axis=-1), axis=0)
     behind = (accuracy[1] if len(accuracy) > 1 else 1) - accuracy[0]
-    return int(np.where(correct[..., unmoved].all(axis=0), behind, -1).argmax())
+    return int(np.where(correct[..., unshifted].all(axis=0), behind, -1).argmax())
 
 
 def _has_room_for_maps(

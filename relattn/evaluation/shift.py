@@ -237,12 +237,12 @@ def shift_images(
     dx, dy = jnp.broadcast_to(jnp.asarray(shifts), (len(images), 2)).T
     rows, columns = jnp.arange(height) - dy[:, None], jnp.arange(width) - dx[:, None]
     batch = jnp.arange(len(images))[:, None, None]
-    moved = images[batch, (rows % height)[:, :, None], (columns % width)[:, None]]
+    shifted = images[batch, (rows % height)[:, :, None], (columns % width)[:, None]]
     if boundary == "circular":
-        return moved
+        return shifted
     inside_rows, inside_columns = (rows // height == 0), (columns // width == 0)
     inside = inside_rows[:, :, None] & inside_columns[:, None]
-    return jnp.where(inside[..., None], moved, 0)
+    return jnp.where(inside[..., None], shifted, 0)
 
 
 def shifted_predictions(

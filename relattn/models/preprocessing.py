@@ -95,17 +95,46 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
     Raises:
         ValueError: If a value is not one of relattn's preprocessing.
     """
+    given = _read_hf(folder)
+    if given is None:
+        return None
+    _check_hf(given)
+    resized, squash = _hf_size(given, image_size)
+    for key in ("resample", "image_mean", "image_std"):
+        if key not in given:
+            raise ValueError(
+                f"{PREPROCESSOR} has no {key}, whose default depends on the class: add "
+                "it, or remove the file to convert without it"
+            )
+    return _checked(
+        {
+            "resized": resized,
+            "squash": squash,
+            "interpolation": INTERPOLATIONS[given["resample"]],
+            "mean": given["image_mean"],
+            "std": given["image_std"],
+        },
+        PREPROCESSOR,
+    )
+
+
+def _read_hf(folder: Path) -> dict[str, Any] | None:
+    """Reads the keys of transformers' preprocessor; None if there is no file."""
     path, whole = folder / PREPROCESSOR, folder / _PROCESSOR
     if path.exists():
         given = read_json(path, dict)
     elif whole.exists():
-        given = read_json(whole, {"image_processor?": dict, "*": object})
-        given = given.get("image_processor")
+        schema = {"image_processor?": dict, "*": object}
+        given = read_json(whole, schema).get("image_processor")
     else:
-        given = None
+        return None
     if given is None:
         return None
-    given = read_settings(given, HF_PROCESSOR, PREPROCESSOR, "preprocessing")
+    return read_settings(given, HF_PROCESSOR, PREPROCESSOR, "preprocessing")
+
+
+def _check_hf(given: Mapping[str, Any]) -> None:
+    """Raises ValueError if relattn's preprocessing lacks a value of the file."""
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if not given.get(key, True):
             raise ValueError(
@@ -127,6 +156,10 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
             "and relattn's preprocessing divides by 255: remove the file to convert "
             "without it"
         )
+
+
+def _hf_size(given: Mapping[str, Any], image_size: int) -> tuple[int, bool]:
+    """Returns the resized side, and whether images are squashed to a square."""
     size = given.get("size", image_size)
     sides = size if isinstance(size, dict) else {"shortest_edge": size}
     squash = "shortest_edge" not in sides
@@ -157,22 +190,7 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
             f"least {image_size} pixels, that of the model's images: correct it, or "
             "remove the file"
         )
-    for key in ("resample", "image_mean", "image_std"):
-        if key not in given:
-            raise ValueError(
-                f"{PREPROCESSOR} has no {key}, whose default depends on the class: add "
-                "it, or remove the file to convert without it"
-            )
-    return _checked(
-        {
-            "resized": resized,
-            "squash": squash,
-            "interpolation": INTERPOLATIONS[given["resample"]],
-            "mean": given["image_mean"],
-            "std": given["image_std"],
-        },
-        PREPROCESSOR,
-    )
+    return resized, squash
 
 
 def write_timm_preprocessing(

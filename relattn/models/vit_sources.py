@@ -186,7 +186,16 @@ def _vit(
         "num_registers": num_registers,
         "pre_norm": parts.pre_norm,
     }
-    # Files of models with a CLS token alone remain as they were.
+    config = {
+        "model": _without_defaults(options),
+        "num_classes": found.get("num_classes", ("", 0))[1],
+        "image_shape": [*map(operator.mul, grid, patch), channels],
+    }
+    return Converted(config, apply_table(table, tensors, num_layers, ignored))
+
+
+def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out options at their defaults that the first files did not have."""
     defaults = {
         "activation": "gelu",
         "num_registers": 0,
@@ -196,17 +205,11 @@ def _vit(
         "pool_prefix": False,
         "class_token": options["pool"].startswith("cls"),
     }
-    options = {
+    return {
         key: value
         for key, value in options.items()
         if key not in defaults or value != defaults[key]
     }
-    config = {
-        "model": options,
-        "num_classes": found.get("num_classes", ("", 0))[1],
-        "image_shape": [*map(operator.mul, grid, patch), channels],
-    }
-    return Converted(config, apply_table(table, tensors, num_layers, ignored))
 
 
 TIMM_SIZES = {

@@ -32,7 +32,7 @@ from relattn.training import (
 )
 from relattn.training.saved_run import SavedRun, open_run
 from tests.helpers.quick import quick_jit
-from tests.helpers.shifting import moved
+from tests.helpers.shifting import naive_shift
 from tests.test_readme import read, run_examples
 
 
@@ -68,7 +68,7 @@ def test_shifted_predictions_are_those_of_the_model(workdir):
     variables = jax.device_put(run.variables)
     apply = quick_jit(run.model.apply)
     for (_, pixels), predicted in zip(found.shifts, found.predicted, strict=True):
-        shifted = np.stack([moved(image, pixels, "y") for image in images])
+        shifted = np.stack([naive_shift(image, pixels, "y") for image in images])
         expected = np.asarray(apply(variables, shifted).argmax(axis=-1))
         allowed = predicted != NOT_ALLOWED
         chex.assert_trees_all_equal(predicted[allowed], expected[allowed])

@@ -40,13 +40,13 @@ from relattn.training import (
     train_and_evaluate,
 )
 from relattn.training.draws import draw_features
-from tests.helpers.shifting import moved
+from tests.helpers.shifting import naive_shift
 
 SHIFTS = [(0, 0), (2, 0), (0, -3), (-1, 4), (6, 1), (-9, 2), (3, 9)]
 
 
 def moved_both(image, shift):
-    return moved(moved(image, shift[0], "x"), shift[1], "y")
+    return naive_shift(naive_shift(image, shift[0], "x"), shift[1], "y")
 
 
 @pytest.mark.parametrize("shift", SHIFTS)

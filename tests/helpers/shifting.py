@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def moved(image, pixels, axis):
+def naive_shift(image, pixels, axis):
     """Shifts one image, pixel by pixel."""
     out = np.zeros_like(image)
     height, width, _ = image.shape

@@ -23,6 +23,7 @@ from relattn.data.preprocess import (
     standardize,
     stored_shape,
 )
+from relattn.messages import shorten
 
 UserImage = str | os.PathLike | Image.Image | np.ndarray
 
@@ -204,8 +205,8 @@ def as_sequence(
             for volumes frames before them.
 
     Raises:
-        ValueError: If an array has too few or too many axes, or is one image in colour
-            for a model of grey images.
+        ValueError: If it is none of these, or an array has too few or too many axes, or
+            is one image in colour for a model of grey images.
 
     Example:
         >>> len(as_sequence(np.zeros((28, 28), np.uint8), (28, 28, 1)))
@@ -216,6 +217,11 @@ def as_sequence(
     if isinstance(images, list | tuple):
         return images
     array = np.asarray(images)
+    if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.number):
+        raise ValueError(
+            "images must be a path, a Pillow image, an array, or a list of these, got "
+            f"{shorten(images)}"
+        )
     axes, (*_, trained_width, channels) = len(image_shape) - 1, image_shape
     if array.ndim in (axes, axes + 1) and channels == 1 and array.shape[-1] != 1:
         width = array.shape[-1]

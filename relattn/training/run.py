@@ -463,6 +463,12 @@ def evaluate(
             model without random features.
         CheckpointError: If the labels of ``info`` are not those that the run predicts.
     """
+    if not isinstance(split, EvalSplit):
+        raise ValueError(
+            "data must be a data set or one of its splits, such as ImageSplit(images, "
+            "labels), or for a run on text the path of a file, got "
+            f"{type(split).__name__}"
+        )
     if info is not None:
         check_fits(run.data, info, run.workdir)
     elif run.data.kind == "points" and isinstance(split, PointSplit):

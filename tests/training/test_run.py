@@ -15,6 +15,7 @@ from relattn.evaluation import predict as predict_lib
 from relattn.training.checkpoint import read_meta
 from relattn.training.metrics_log import read_rows
 from relattn.training.workdir import write_text
+from tests.helpers.export import unchecked_annotations
 from tests.training.conftest import make_data
 from tests.training.test_checkpoint import forge
 
@@ -198,6 +199,7 @@ def test_command_takes_the_run_and_the_images_without_options(
         (np.full((5, 3), 256), "from 256 to 256: scale them to 0 to 255"),
         (np.zeros((2, 5, 3, 3), np.uint8), r"shape \(5, 3, 3\), but .*width, 1\]"),
         (np.zeros((5, 6, 4), np.uint8), r"shape \(5, 6, 4\), which is an image in"),
+        ({"image": 7}, r"must be a path, a Pillow image, .* these, got {'image': 7}"),
         (np.zeros(7, np.uint8), r"shape \(7,\), expected \[n, height, width, 1\]"),
         (Image.new("RGB", (3, 5)), "image 0 is in colour .*: convert it with"),
         (".", "is a folder: pass a list of image files"),
@@ -223,6 +225,10 @@ def test_a_run_evaluates_its_own_data_and_other_data(workdir):
     other = dataclasses.replace(data, class_names=("a", "b", "c"))
     with pytest.raises(training.CheckpointError, match="use the data that it was"):
         run.evaluate(other)
+    images = data.test.images
+    message = r"must be a data set or one of its splits, such as .*, got ndarray"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        run.evaluate(images)
     # A label of -1 would count as the last class in the loss.
     for label in (-1, 3):
         labels = np.full_like(data.test.labels, label)

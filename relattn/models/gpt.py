@@ -155,16 +155,7 @@ class GPT(nn.Module):
             ValueError: If the tokens or the mask have another shape, the sequence is
                 longer than ``context_length``, or ``index`` is not a position in it.
         """
-        if tokens.ndim != 2:
-            raise ValueError(
-                f"tokens have shape {tokens.shape}, expected [batch, n]: add the axis "
-                "of the batch, tokens[None]"
-            )
-        if key_mask is not None and key_mask.shape[-1:] != tokens.shape[-1:]:
-            raise ValueError(
-                f"key_mask has shape {key_mask.shape}, expected {tokens.shape}: an "
-                "entry for each token"
-            )
+        self._check(tokens, key_mask, index)
         attentions, make_position = layer_attentions(
             self.attention,
             self.position,
@@ -179,11 +170,6 @@ class GPT(nn.Module):
             causal=True,
         )
         length, num_tokens = self.context_length, tokens.shape[1]
-        if not at_most(num_tokens, length):
-            raise ValueError(
-                f"the sequence of {num_tokens} tokens is longer than "
-                f"context_length={length}" + bound_hint(num_tokens, f"<= {length}")
-            )
         # Token embeddings, initially N(0, 1).
         embedding = nn.Embed(
             self.vocab_size,
@@ -192,8 +178,6 @@ class GPT(nn.Module):
             dtype=self.dtype,
             name="embedding",
         )
-        if index is not None:
-            check_index(index, num_tokens, (length,))
         if key_mask is not None:
             # Ids of padding may be out of range, whose embeddings are NaN.
             tokens = jnp.where(key_mask, tokens, 0)
@@ -235,3 +219,25 @@ class GPT(nn.Module):
             return embedding.attend(x).astype(jnp.float32)
         head = Linear(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")
         return head(x).astype(jnp.float32)
+
+    @nn.nowrap
+    def _check(self, tokens: Array, key_mask: Array | None, index: Any) -> None:
+        """Raises ValueError if tokens, mask and index do not fit the model."""
+        if tokens.ndim != 2:
+            raise ValueError(
+                f"tokens have shape {tokens.shape}, expected [batch, n]: add the axis "
+                "of the batch, tokens[None]"
+            )
+        if key_mask is not None and key_mask.shape[-1:] != tokens.shape[-1:]:
+            raise ValueError(
+                f"key_mask has shape {key_mask.shape}, expected {tokens.shape}: an "
+                "entry for each token"
+            )
+        length, num_tokens = self.context_length, tokens.shape[1]
+        if not at_most(num_tokens, length):
+            raise ValueError(
+                f"the sequence of {num_tokens} tokens is longer than "
+                f"context_length={length}" + bound_hint(num_tokens, f"<= {length}")
+            )
+        if index is not None:
+            check_index(index, num_tokens, (length,))

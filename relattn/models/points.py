@@ -129,16 +129,7 @@ class PointTransformer(nn.Module):
             ValueError: If the points or the mask have another shape, or the attention
                 or the position encoding needs a grid.
         """
-        if points.ndim != 3 or points.shape[1] == 0:
-            raise ValueError(
-                f"points have shape {points.shape}, expected [batch, n, axes + "
-                "channels] and n >= 1: add the axis of the batch, points[None]"
-            )
-        if points.shape[-1] <= self.num_axes:
-            raise ValueError(
-                f"points have {points.shape[-1]} columns, expected {self.num_axes} of "
-                "the position and at least one of features: append a column of ones"
-            )
+        self._check_points(points)
         attentions, make_position = layer_attentions(
             self.attention,
             self.position,
@@ -150,15 +141,7 @@ class PointTransformer(nn.Module):
             out_bias=self.out_bias,
         )
         for attention in attentions[:1]:
-            instance = attention(parent=None)
-            if instance.has_grid_tables or instance.needs_order:
-                depends = "has parameters for one grid of tokens"
-                if instance.needs_order:
-                    depends = "depends on the order or the number of the tokens"
-                raise ValueError(
-                    f"attention {self.attention!r} {depends}: choose another "
-                    "attention for points, such as 'softmax'"
-                )
+            self._check_attention(attention(parent=None))
         if key_mask is None:
             key_mask = ~jnp.isnan(points).any(axis=-1)
         if key_mask.shape != points.shape[:2] or key_mask.dtype != bool:
@@ -190,3 +173,31 @@ class PointTransformer(nn.Module):
         x = jnp.where(key_mask[..., None], x.astype(jnp.float32), 0)
         x = x.sum(axis=1) / jnp.maximum(key_mask.sum(axis=1, keepdims=True), 1)
         return Linear(self.num_classes, name="head")(x)
+
+    @nn.nowrap
+    def _check_points(self, points: Array) -> None:
+        """Raises ValueError if points have another shape."""
+        if points.ndim != 3 or points.shape[1] == 0:
+            raise ValueError(
+                f"points have shape {points.shape}, expected [batch, n, axes + "
+                "channels] and n >= 1: add the axis of the batch, points[None]"
+            )
+        if points.shape[-1] <= self.num_axes:
+            raise ValueError(
+                f"points have {points.shape[-1]} columns, expected {self.num_axes} of "
+                "the position and at least one of features: append a column of ones"
+            )
+
+    @nn.nowrap
+    def _check_attention(self, attention: Any) -> None:
+        """Raises ValueError if an attention needs a grid, or an order of the tokens."""
+        if attention.needs_order:
+            depends = "depends on the order or the number of the tokens"
+        elif attention.has_grid_tables:
+            depends = "has parameters for one grid of tokens"
+        else:
+            return
+        raise ValueError(
+            f"attention {self.attention!r} {depends}: choose another attention for "
+            "points, such as 'softmax'"
+        )

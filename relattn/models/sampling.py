@@ -64,7 +64,7 @@ def _draw(key, logits, temperature, top_k, top_p):
         kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < kept, -jnp.inf, logits)
     logits = logits / temperature
-    # Tokens outside of the nucleus too.
+    # So do tokens outside the nucleus.
     if top_p is not None:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)
@@ -129,9 +129,9 @@ def generate(
         the longest prompt.
 
     Raises:
-        ValueError: If a prompt is empty, is no list of integers or has an id that is
+        ValueError: If a prompt is empty, is not a list of integers or has an id that is
             not in the vocabulary, the keys are not one for each prompt, or an option is
-            no integer or out of range.
+            not an integer or out of range.
 
     Example:
         >>> from relattn.models import GPT
@@ -143,46 +143,14 @@ def generate(
         (2, 11)
     """
     rows = [np.asarray(row) for row in prompt]
-    for row in rows:
-        # As ids, other numbers would be rounded towards zero.
-        if row.ndim != 1 or row.size and row.dtype.kind not in "iu":
-            raise ValueError(
-                "prompt must be token ids, integers [batch, prompt] or a list of such "
-                f"prompts, got one of shape {row.shape} and dtype {row.dtype}"
-            )
-    integers = {"num_tokens": num_tokens, "top_k": top_k, "stop_token": stop_token}
-    for name, value in integers.items():
-        if np.asarray(value).dtype.kind not in "iu" and value is not None:
-            raise ValueError(f"{name} must be an integer, got {shorten(value)}")
-    lengths = np.array([len(row) for row in rows], np.int32)
-    if not rows or not lengths.min() or num_tokens < 1:
-        raise ValueError(
-            "generate needs a prompt of at least one token and num_tokens >= 1, got "
-            f"{lengths.min() if rows else 'none'} and {num_tokens}"
-        )
-    if not 0 <= temperature < math.inf:
-        raise ValueError(
-            f"temperature must be 0 or a positive number, got {temperature}"
-        )
-    if not 0 <= top_k <= model.vocab_size:
-        raise ValueError(
-            f"top_k must be from 0 (all) to {model.vocab_size}, the size of the "
-            f"vocabulary, got {shorten(top_k)}"
-        )
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1 (all), got {top_p}")
-    ids = np.concatenate([*rows, [] if stop_token is None else [stop_token]])
-    if ids.min() < 0 or ids.max() >= model.vocab_size:
-        wrong = ids.max() if ids.min() >= 0 else ids.min()
-        raise ValueError(
-            f"the prompt or stop_token has token id {int(wrong)}; the model's "
-            f"vocabulary has ids 0 to {model.vocab_size - 1}"
-        )
+    _check_prompts(rows, num_tokens, stop_token, model.vocab_size)
+    _check_options(temperature, top_k, top_p, model.vocab_size)
     if _is_per_row(key) and key.shape != (len(rows),):
         raise ValueError(
             f"expected one key, or one for each of the {len(rows)} prompts, got keys "
             f"of shape {key.shape}"
         )
+    lengths = np.array([len(row) for row in rows], np.int32)
     total, context = int(lengths.max()) + num_tokens, model.context_length
     if context < 2:
         raise ValueError(
@@ -218,6 +186,54 @@ def generate(
             return jnp.asarray(tokens[:, :-1])
         start, known, shift = start + step, context - step, shift + step
         draws = _fold_in(key, shift)
+
+
+def _check_prompts(rows, num_tokens, stop_token, vocab_size):
+    """Raises ValueError if prompts, or what ends their texts, are invalid."""
+    for row in rows:
+        # As ids, other numbers would be rounded towards zero.
+        if row.ndim != 1 or row.size and row.dtype.kind not in "iu":
+            raise ValueError(
+                "prompt must be token ids, integers [batch, prompt] or a list of such "
+                f"prompts, got one of shape {row.shape} and dtype {row.dtype}"
+            )
+    _check_integer("num_tokens", num_tokens)
+    _check_integer("stop_token", stop_token)
+    shortest = min(map(len, rows), default=None)
+    if not shortest or num_tokens < 1:
+        raise ValueError(
+            "generate needs a prompt of at least one token and num_tokens >= 1, got "
+            f"{'none' if shortest is None else shortest} and {num_tokens}"
+        )
+    ids = np.concatenate([*rows, [] if stop_token is None else [stop_token]])
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids.max() if ids.min() >= 0 else ids.min()
+        raise ValueError(
+            f"the prompt or stop_token has token id {int(wrong)}; the model's "
+            f"vocabulary has ids 0 to {vocab_size - 1}"
+        )
+
+
+def _check_options(temperature, top_k, top_p, vocab_size):
+    """Raises ValueError if an option of the draws is invalid."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"temperature must be 0 or a positive number, got {temperature}"
+        )
+    _check_integer("top_k", top_k)
+    if not 0 <= top_k <= vocab_size:
+        raise ValueError(
+            f"top_k must be from 0 (all) to {vocab_size}, the size of the "
+            f"vocabulary, got {shorten(top_k)}"
+        )
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1 (all), got {top_p}")
+
+
+def _check_integer(name, value):
+    """Raises ValueError if a number is not an integer; None is no number."""
+    if value is not None and np.asarray(value).dtype.kind not in "iu":
+        raise ValueError(f"{name} must be an integer, got {shorten(value)}")
 
 
 def _is_per_row(key):

@@ -201,7 +201,7 @@ def test_dropout_draws_from_the_stream_of_the_model():
 
 
 def test_dropout_without_random_numbers_raises():
-    with pytest.raises(ValueError, match=r"the model has dropout and no random num"):
+    with pytest.raises(ValueError, match=r"the model has dropout but no random num"):
         Model(Drop(), {})(np.ones((1, 7)))
 
 

@@ -152,7 +152,7 @@ def test_every_norm_is_that_of_the_model():
     assert kernels["k"]["kernel"].shape == kernels["v"]["kernel"].shape == (12, 6)
     with pytest.raises(ValueError, match="norm_type 'rms'"):
         build(norm_type="rms")
-    with pytest.raises(ValueError, match="Translution.* needs keys and values for eve"):
+    with pytest.raises(ValueError, match="heads of Translution.* cannot share keys"):
         build(num_kv_heads=1, attention="translution")
 
 

@@ -97,7 +97,7 @@ def test_study_continues_after_a_failure_and_trains_missing_runs(
     monkeypatch.setitem(PRESETS, "tiny", Preset("Tiny", rows, columns))
     text, failed = __main__.run_study("tiny", tmp_path, jobs=2, overrides=TINY)
     assert [training.name for training in failed] == ["fails, seed 0"]
-    assert "relattn.data.prepare_text --openwebtext" in failed[0].error
+    assert "relattn prepare-text --openwebtext" in failed[0].error
     said = capfd.readouterr().out
     assert said.startswith("tiny: 2 of 2 runs to train")
     assert "works, seed 0: step 1 of 2, validation loss 5." in said

@@ -24,7 +24,7 @@ def quick_jit(function, **static):
 
     Args:
         function: The function.
-        **static: Arguments of the function that are no arrays.
+        **static: Arguments of the function that are not arrays.
 
     Returns:
         The compiled function of the other arguments.

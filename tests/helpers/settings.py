@@ -51,7 +51,7 @@ def keep_programs():
     jax.config.update("jax_compilation_cache_dir", folder.name)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # Nor shall they fill the user's folder.
+    # They must not fill the user's folder either.
     os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
     return folder.cleanup
 

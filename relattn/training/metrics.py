@@ -90,16 +90,19 @@ def smoothed_cross_entropy(
 def is_correct(
     logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]
 ) -> Float[Array, "*batch"]:
-    """Returns 1 for each label that has the largest logit, else 0."""
-    return (logits.argmax(-1) == labels).astype(jnp.float32)
+    """Returns 1 for each label that has the largest logit, else 0, also for NaN."""
+    # The largest of logits with a NaN is the first NaN.
+    correct = (logits.argmax(-1) == labels) & ~jnp.isnan(logits.max(-1))
+    return correct.astype(jnp.float32)
 
 
 def is_in_top(
     logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"], k: int
 ) -> Float[Array, "*batch"]:
-    """Returns 1 for each label among the k largest logits, else 0."""
-    _, best = jax.lax.top_k(logits, k)
-    return (best == labels[..., None]).any(-1).astype(jnp.float32)
+    """Returns 1 for each label among the k largest logits, else 0, also for NaN."""
+    largest, best = jax.lax.top_k(logits, k)
+    found = (best == labels[..., None]) & ~jnp.isnan(largest)
+    return found.any(-1).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

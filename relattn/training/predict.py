@@ -89,13 +89,26 @@ def predict(
 
     Returns:
         The class probabilities.
+
+    Warns:
+        UserWarning: If some are NaN.
     """
     info = _class_info(run)
     found = [np.zeros((0, info.num_classes), np.float32)]
     for batch, count in _inputs(run, inputs, batch_size, "Predicting", progress):
         out = np.asarray(jax.nn.softmax(logits(batch)))
         found.append(out[:count])
-    return Predictions(np.concatenate(found), info.class_names)
+    probabilities = np.concatenate(found)
+    undefined = int(np.isnan(probabilities).any(axis=-1).sum())
+    if undefined:
+        # The class of NaN would be the first.
+        warnings.warn(
+            f"the model's logits are NaN for {undefined} of {len(probabilities)} "
+            "inputs, so it predicts no class for them: look for NaN in its parameters, "
+            "or compute in float32",
+            stacklevel=3,
+        )
+    return Predictions(probabilities, info.class_names)
 
 
 def features(

@@ -8,6 +8,7 @@ from relattn import training
 from relattn.evaluation import report as report_lib
 from relattn.training.metrics import METRICS, Metric, count_metric, register_metric
 from relattn.training.metrics_log import read_rows
+from tests.helpers.quick import quick_jit
 from tests.training.conftest import make_data
 
 
@@ -64,3 +65,14 @@ def test_a_metric_has_a_value_for_each_label(monkeypatch):
     monkeypatch.setitem(METRICS, "mean", Metric(lambda logits, labels: logits.mean()))
     with pytest.raises(ValueError, match=r"'mean' returned the shape \(\) for"):
         count_metric("mean", jnp.zeros((5, 3)), jnp.zeros(5, int))
+
+
+def test_no_label_is_found_in_logits_of_nan():
+    """Neither the first class, which argmax returns, nor the largest of the others."""
+    logits = np.zeros((4, 7), np.float32)
+    logits[1:, 2] = 1
+    logits[2], logits[3, 0] = np.nan, np.nan
+    labels = np.array([0, 2, 0, 0])
+    for name in ("accuracy", "top5_accuracy"):
+        found = quick_jit(METRICS[name].values)(logits, labels)
+        assert found.tolist() == [1, 1, 0, 0]

@@ -87,6 +87,15 @@ def test_predict_takes_arrays_pil_images_and_files(workdir, tmp_path):
     assert run.predict([]).probabilities.shape == (0, 3)
 
 
+def test_predict_warns_of_logits_of_nan(workdir):
+    """Their class would be the first."""
+    run = training.load_run(workdir)
+    params = jax.tree.map(lambda x: np.full_like(x, np.nan), run.variables["params"])
+    broken = dataclasses.replace(run, variables={**run.variables, "params": params})
+    with pytest.warns(UserWarning, match="logits are NaN for 2 of 2 inputs, so it"):
+        broken.predict(make_data().test.images[:2])
+
+
 def test_predict_scales_images_of_another_size(workdir):
     run = training.load_run(workdir)
     image = make_data().test.images[3, ..., 0]

@@ -279,8 +279,9 @@ def shifted_predictions(
         The predicted classes at each shift.
 
     Raises:
-        ValueError: If the axis, the shift or the boundary does not fit the images, or
-            the model has no random features, but ``draws`` is more than one.
+        ValueError: If the axis, the shift or the boundary does not fit the images, the
+            model has no random features, but ``draws`` is more than one, or its logits
+            are NaN.
     """
     size = input_shape(run.config.data, run.data)[0]
     batch_size = run.config.eval_batch_size
@@ -324,8 +325,14 @@ def shifted_predictions(
                 i, j = (x[start : start + batch_size] for x in (image, move))
                 # Fill the last batch, so that the model is traced once.
                 full = np.resize(np.arange(len(i)), batch_size)
-                logits = predict(shift(images, i[full], moves[i, j][full]))
-                predicted[done + i, j] = np.asarray(logits).argmax(-1)[: len(i)]
+                logits = np.asarray(predict(shift(images, i[full], moves[i, j][full])))
+                if np.isnan(logits).any():
+                    # The first class for every image would be consistent.
+                    raise ValueError(
+                        f"{run.workdir}: the logits of shifted images are NaN: look "
+                        "for NaN in the model's parameters, or compute in float32"
+                    )
+                predicted[done + i, j] = logits.argmax(-1)[: len(i)]
                 bar.update(len(i))
     return ShiftedPredictions(
         run=name,

@@ -208,6 +208,21 @@ def test_an_unknown_boundary_is_refused(tmp_path):
         shifted_predictions(run, split, max_shift=2, boundary="circle")
 
 
+class Undefined(nn.Module):
+    """Returns NaN for every class."""
+
+    @nn.compact
+    def __call__(self, images):
+        return jnp.full((len(images), 2), jnp.nan)
+
+
+def test_logits_of_nan_are_refused(tmp_path):
+    """All classes would be the first, and so the same at every shift."""
+    run = dataclasses.replace(noise_run(tmp_path), model=Undefined())
+    with pytest.raises(ValueError, match="the logits of shifted images are NaN: look"):
+        shifted_predictions(run, noise(3), max_shift=1)
+
+
 def test_random_shifts_are_the_same_for_every_run(tmp_path):
     """They move along both axes, and depend neither on axis nor batch size."""
     run, split = noise_run(tmp_path), noise(101)

@@ -16,11 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import (
-    broadcast_batch,
-    check_arguments,
-    finite_masked,
-)
+from relattn.kernels.checks import broadcast_batch, check_arguments
 from relattn.kernels.feature_maps import (
     FeatureMap,
     Features,
@@ -35,6 +31,7 @@ from relattn.kernels.guards import (
     shifted_exp,
     unpack_residuals,
 )
+from relattn.kernels.masks import finite_masked
 from relattn.kernels.platform import vary_alike
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.offsets import Grid, Torus, check_grid, max_distance

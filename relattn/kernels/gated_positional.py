@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import (
-    check_arguments,
-    check_static,
-    combine_masks,
-    finite_masked,
-    zero_masked,
-)
+from relattn.kernels.checks import check_arguments, check_static
 from relattn.kernels.flash import fused_branches
+from relattn.kernels.masks import combine_masks, finite_masked, zero_masked
 from relattn.kernels.positions.bias import bias_of_pairs
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import (

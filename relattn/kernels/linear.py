@@ -16,13 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import (
-    at_most,
-    broadcast_batch,
-    check_arguments,
-    finite_masked,
-    zero_masked,
-)
+from relattn.kernels.checks import at_most, broadcast_batch, check_arguments
 from relattn.kernels.chunks import (
     SAVED,
     check_chunk_size,
@@ -40,6 +34,7 @@ from relattn.kernels.feature_maps import (
     query_features,
 )
 from relattn.kernels.guards import divide_sums, scale_backward
+from relattn.kernels.masks import finite_masked, zero_masked
 from relattn.kernels.platform import platform_defaults
 from relattn.kernels.precision import wide_einsum
 from relattn.kernels.segments import segment_starts

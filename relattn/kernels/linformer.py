@@ -7,7 +7,8 @@ import functools
 import jax
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import check_arguments, zero_masked
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.masks import zero_masked
 from relattn.kernels.precision import wide_einsum
 from relattn.kernels.softmax import softmax_attention
 

@@ -14,13 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import (
-    check_arguments,
-    combine_masks,
-    finite_masked,
-    zero_masked,
-)
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.flash import fused_branches
+from relattn.kernels.masks import combine_masks, finite_masked, zero_masked
 from relattn.kernels.positions.bias import (
     bias_of_pairs,
     past_rows,

@@ -10,14 +10,8 @@ import numpy as np
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import (
-    at_most,
-    bound_hint,
-    broadcast_batch,
-    check_arguments,
-    finite_masked,
-    zero_masked,
-)
+from relattn.kernels.checks import at_most, bound_hint, broadcast_batch, check_arguments
+from relattn.kernels.masks import finite_masked, zero_masked
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import softmax_attention
 from relattn.offsets import check_prefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from relattn.kernels.checks import combine_masks
+from relattn.kernels.masks import combine_masks
 
 
 def segment_starts(segment_ids: Int[Array, "*batch n"]) -> Bool[Array, "*batch n"]:

@@ -15,16 +15,10 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import (
-    at_most,
-    broadcast_batch,
-    check_arguments,
-    combine_masks,
-    finite_masked,
-    zero_masked,
-)
+from relattn.kernels.checks import at_most, broadcast_batch, check_arguments
 from relattn.kernels.flash import flash_branches, fused_branches
 from relattn.kernels.guards import softmax
+from relattn.kernels.masks import combine_masks, finite_masked, zero_masked
 from relattn.kernels.platform import platform_defaults
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 from relattn.kernels.segments import mask_segments, segment_numbers
@@ -400,7 +394,7 @@ def softmax_weights(
 ) -> Float[Array, "*batch n m"]:
     """Computes the weights of `softmax_attention` in float32 or wider.
 
-    Masked keys must be finite: see `relattn.kernels.checks.zero_masked`.
+    Masked keys must be finite: see `relattn.kernels.masks.zero_masked`.
     """
     return masked_softmax(*_masked_scores(q, k, mask, key_mask, bias, precision))
 

@@ -14,13 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import (
-    broadcast_batch,
-    check_arguments,
-    check_static,
-    finite_masked,
-    zero_masked,
-)
+from relattn.kernels.checks import broadcast_batch, check_arguments, check_static
 from relattn.kernels.chunks import check_chunk_size
 from relattn.kernels.feature_maps import (
     FeatureMap,
@@ -29,6 +23,7 @@ from relattn.kernels.feature_maps import (
     query_features,
 )
 from relattn.kernels.guards import append_ones, divide_sums, scale_backward, shifted_exp
+from relattn.kernels.masks import finite_masked, zero_masked
 from relattn.kernels.platform import platform_defaults
 from relattn.kernels.positions.bias import past_rows, rows_of_token, with_prefix_rows
 from relattn.kernels.precision import wide_einsum, widen

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
-from relattn.kernels.checks import finite_tokens
+from relattn.kernels.masks import finite_tokens
 from relattn.nn.blocks import Linear, default_head_dim
 
 # The collection of `MultiHeadAttention.sow_weights`.

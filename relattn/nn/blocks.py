@@ -19,7 +19,7 @@ from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
-from relattn.kernels.checks import finite_tokens
+from relattn.kernels.masks import finite_tokens
 from relattn.kernels.platform import platform_defaults
 from relattn.messages import check_choice
 

@@ -10,7 +10,7 @@ import pytest
 
 from relattn import kernels
 from relattn.kernels import redraw
-from relattn.kernels.checks import finite_tokens
+from relattn.kernels.masks import finite_tokens
 from relattn.nn.attention import Context, check_index
 from relattn.nn.linear_attention import FavorAttention
 from relattn.nn.positions.relative import RelativeTables

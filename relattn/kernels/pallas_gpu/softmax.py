@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import zero_masked
+from relattn.kernels.masks import zero_masked
 from relattn.kernels.pallas_gpu.products import (
     MAX_HEAD_DIM,
     MIN_EXPONENT,

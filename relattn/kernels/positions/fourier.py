@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from relattn.kernels.checks import check_arguments, zero_prefix
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.masks import zero_prefix
 from relattn.kernels.positions.sinusoids import turns
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.offsets import Torus, check_prefix, table_offsets

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from relattn.kernels.checks import check_arguments, zero_prefix
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.masks import zero_prefix
 from relattn.kernels.positions.sinusoids import absolute_frequencies, turns
 from relattn.kernels.precision import widen
 from relattn.kernels.random_projections import draw_orthogonal

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from relattn.kernels.checks import check_arguments, zero_prefix
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.masks import zero_prefix
 from relattn.kernels.precision import widen
 from relattn.offsets import Grid, check_prefix
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from relattn.kernels.checks import finite_masked
+from relattn.kernels.masks import finite_masked
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.softmax import masked_softmax
 

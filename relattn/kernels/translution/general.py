@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.masks import finite_masked, zero_masked
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax
 

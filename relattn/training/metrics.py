@@ -42,13 +42,15 @@ def cross_entropy(
             ``[*batch]``.
 
     Returns:
-        One loss for each label.
+        One loss for each label; NaN for a label that is no class.
 
     Example:
         >>> loss = cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))
         >>> bool(jnp.allclose(loss, jnp.log(4.0)))
         True
     """
+    # -1 would be the last class, and -100 of other libraries a class before it.
+    labels = jnp.where(labels < 0, logits.shape[-1], labels)
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), labels
     )

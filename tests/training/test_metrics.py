@@ -6,7 +6,13 @@ import pytest
 
 from relattn import training
 from relattn.evaluation import report as report_lib
-from relattn.training.metrics import METRICS, Metric, count_metric, register_metric
+from relattn.training.metrics import (
+    METRICS,
+    Metric,
+    count_metric,
+    register_metric,
+    smoothed_cross_entropy,
+)
 from relattn.training.metrics_log import read_rows
 from tests.helpers.quick import quick_jit
 from tests.training.conftest import make_data
@@ -76,3 +82,11 @@ def test_no_label_is_found_in_logits_of_nan():
     for name in ("accuracy", "top5_accuracy"):
         found = quick_jit(METRICS[name].values)(logits, labels)
         assert found.tolist() == [1, 1, 0, 0]
+
+
+def test_the_loss_of_a_label_that_is_no_class_is_nan():
+    """In place of that of a class, counted from the last one."""
+    logits, labels = np.zeros((5, 7), np.float32), np.array([-1, 6, 7, -100, 0])
+    for loss in (METRICS["loss"].values, lambda *x: smoothed_cross_entropy(*x, 0.1)):
+        found = quick_jit(loss)(logits, labels)
+        assert np.isnan(found).tolist() == [True, False, True, True, False]

@@ -288,6 +288,28 @@ def places() -> str:
     )
 
 
+def long_text() -> str:
+    """Returns the validation losses of small GPTs with short and long contexts."""
+    contexts = ("160", "4096")
+    found: dict[str, dict[str, str]] = {}
+    for row in _rows("translution_long_text.json"):
+        cells = found.setdefault(row["name"], {})
+        for name, value in row["columns"].items():
+            digits = {"parameters": ".2f", "loss": ".3f", "seconds": ",.0f"}
+            cells[name] = format(value["mean"], digits[name.split("_")[0]])
+    rows = [
+        [
+            _label(name),
+            f"{cells['parameters']}M",
+            *(cells.get(f"loss_{length}", MISSING) for length in contexts),
+            *(f"{cells[f'seconds_{length}']} s" for length in contexts),
+        ]
+        for name, cells in found.items()
+    ]
+    titles = [f"{what}, {int(n):,}" for what in ("loss", "training") for n in contexts]
+    return markdown_table(["model", "parameters", *titles], rows)
+
+
 def fourier() -> str:
     """Returns the accuracies of Fourier values, and what a step of them costs."""
     file = RESULTS / "translution_fourier.json"
@@ -503,6 +525,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "translution_text": lambda: study(
         "translution_text_cpu.json", {"loss": "validation loss, nats per byte"}
     ),
+    "translution_long_text": long_text,
     "translution_kernel_docs": lambda: study(
         "translution_kernel_docs.json", {"perplexity": "validation perplexity"}
     ),

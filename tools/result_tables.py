@@ -290,24 +290,24 @@ def places() -> str:
 
 def long_text() -> str:
     """Returns the validation losses of small GPTs with short and long contexts."""
-    contexts = ("160", "4096")
+    formats = {"parameters": "{:.2f}M", "loss": "{:.3f}", "seconds": "{:,.0f} s"}
     found: dict[str, dict[str, str]] = {}
     for row in _rows("translution_long_text.json"):
-        cells = found.setdefault(row["name"], {})
+        cells = found.setdefault(_label(row["name"]), {})
         for name, value in row["columns"].items():
-            digits = {"parameters": ".2f", "loss": ".3f", "seconds": ",.0f"}
-            cells[name] = format(value["mean"], digits[name.split("_")[0]])
+            cells[name] = formats[name.split("_")[0]].format(value["mean"])
+    titles = {
+        "parameters": "parameters",
+        "loss_160": "loss, 160",
+        "loss_4096": "loss, 4,096",
+        "seconds_160": "training, 160",
+        "seconds_4096": "training, 4,096",
+    }
     rows = [
-        [
-            _label(name),
-            f"{cells['parameters']}M",
-            *(cells.get(f"loss_{length}", MISSING) for length in contexts),
-            *(f"{cells[f'seconds_{length}']} s" for length in contexts),
-        ]
-        for name, cells in found.items()
+        [label, *(cells.get(name, MISSING) for name in titles)]
+        for label, cells in found.items()
     ]
-    titles = [f"{what}, {int(n):,}" for what in ("loss", "training") for n in contexts]
-    return markdown_table(["model", "parameters", *titles], rows)
+    return markdown_table(["model", *titles.values()], rows)
 
 
 def fourier() -> str:

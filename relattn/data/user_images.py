@@ -229,7 +229,7 @@ def as_sequence(
         if array.ndim > axes and width in (3, 4) and width != trained_width:
             raise ValueError(
                 f"images has shape {array.shape}, which is an image in colour, but the "
-                "model was trained on grey images: convert it to grey, or give grey "
+                "model was trained on grey images: convert it to grey, or pass grey "
                 f"images of width {width} as images[..., None]"
             )
         array = array[..., None]

@@ -61,7 +61,7 @@ class FourierLayer(LayerPosition):
         if found != num_tokens:
             raise ValueError(
                 f"the position has {num_tokens} tokens, with prefix tokens, and the "
-                f"attention {found}: give both the same grid or points, and num_prefix"
+                f"attention {found}: pass both the same grid or points, and num_prefix"
             )
         dtype = like.dtype
         kernel = self.kernel.astype(dtype)

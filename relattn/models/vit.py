@@ -342,7 +342,8 @@ class ViT(nn.Module):
 
     def _tokens(self, name: str, count: int) -> Float[Array, "1 {count} dim"]:
         """Returns learned tokens."""
-        return self.param(name, nn.initializers.normal(1.0), (1, count, self.dim))
+        shape = (1, count, self.dim)
+        return self.param(name, nn.initializers.normal(1.0), shape, jnp.float32)
 
     def _pool(
         self, x: Float[Array, "batch n dim"], key_mask: Bool[Array, "batch n"] | None

@@ -62,7 +62,9 @@ class AttentionPool(nn.Module):
             Shape ``[batch, dim]``.
         """
         dim = x.shape[-1]
-        probe = self.param("probe", nn.initializers.normal(1.0), (1, 1, dim))
+        probe = self.param(
+            "probe", nn.initializers.normal(1.0), (1, 1, dim), jnp.float32
+        )
         probe = jnp.broadcast_to(probe.astype(self.dtype), (len(x), 1, dim))
         attention = SoftmaxAttention(
             dim, self.num_heads, dtype=self.dtype, name="attention"

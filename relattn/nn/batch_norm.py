@@ -50,10 +50,12 @@ class BatchNorm(nn.Module):
     ) -> Float[Array, "*batch channels"]:
         """Normalises every channel."""
         channels = x.shape[-1:]
-        mean = self.variable("batch_stats", "mean", jnp.zeros, channels)
-        variance = self.variable("batch_stats", "variance", jnp.ones, channels)
-        scale = self.param("scale", nn.initializers.ones, channels)
-        bias = self.param("bias", nn.initializers.zeros, channels)
+        mean = self.variable("batch_stats", "mean", jnp.zeros, channels, jnp.float32)
+        variance = self.variable(
+            "batch_stats", "variance", jnp.ones, channels, jnp.float32
+        )
+        scale = self.param("scale", nn.initializers.ones, channels, jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, channels, jnp.float32)
         x = x.astype(jnp.float32)
         now = mean.value, variance.value
         if not deterministic:

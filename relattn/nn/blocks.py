@@ -151,7 +151,7 @@ class Linear(nn.Module):
     ) -> Float[Array, "*batch features"]:
         """Applies the layer to the last axis."""
         fan_in = x.shape[-1]
-        kernel = self.param("kernel", KERNEL_INIT, (fan_in, self.features))
+        kernel = self.param("kernel", KERNEL_INIT, (fan_in, self.features), jnp.float32)
         bias = None
         if self.use_bias:
             bias = self.param("bias", uniform(fan_in**-0.5), (self.features,))

@@ -132,7 +132,7 @@ class RoutingAttention(MultiHeadAttention):
         def init() -> Array:
             shape = (q.shape[1], self.clusters, self.head_dim)
             return routing.unit_vectors(
-                jax.random.normal(self.make_rng("params"), shape)
+                jax.random.normal(self.make_rng("params"), shape, jnp.float32)
             )
 
         variable = self.variable("batch_stats", "centroids", init)

@@ -137,7 +137,7 @@ def draw_mixed_frequencies(
 def _draw_cross(key, axes, leading):
     """Draws orthogonal unit vectors, [*leading, axes, axes]; that of one axis is 1."""
     if axes == 1:
-        return jnp.ones((*leading, 1, 1))
+        return jnp.ones((*leading, 1, 1), jnp.float32)
     if axes == 2:
         angles = jax.random.uniform(key, (*leading, 1), jnp.float32, maxval=2 * np.pi)
         angles = angles + np.array([0.0, np.pi / 2], np.float32)

@@ -68,6 +68,7 @@ class T5Bias(Position):
             "table",
             nn.initializers.normal(self.dim**-0.5),
             (len(grid), self.num_heads, self.num_buckets),
+            jnp.float32,
         )
         # A product, not a gather: its derivative would be a scatter, which is slow on
         # accelerators. At full precision it copies exactly.
@@ -129,6 +130,7 @@ class SincosBias(Position):
             "coefficients",
             nn.initializers.normal(1.0),
             (self.num_layers, self.num_heads, pairs, 2),
+            jnp.float32,
         )
         frequencies = jnp.kron(axes, scales[:, None])
         # A user's NumPy array must stay as it is.
@@ -178,7 +180,9 @@ class FourierBias(Position):
         scales = sinusoids.length_scale_frequencies(self.num_frequencies)
 
         def init(key, shape):
-            return scales[:, None] * nn.initializers.normal(1.0)(key, shape)
+            return scales[:, None] * nn.initializers.normal(1.0)(
+                key, shape, jnp.float32
+            )
 
         if isinstance(grid, Torus):
             frequencies = jnp.asarray(torus_frequencies(grid, self.num_frequencies))
@@ -189,6 +193,7 @@ class FourierBias(Position):
             "coefficients",
             nn.initializers.normal(0.02),
             (self.num_layers, self.num_heads, frequencies.shape[-2], 2),
+            jnp.float32,
         )
         return _wave_layers(grid, frequencies, coefficients)
 

@@ -218,10 +218,11 @@ class _Fourier(_Waves):
         zeros, width = nn.initializers.zeros, self.rank or self.head_dim
         shape = (self.num_layers, self.dim, self.num_heads, num_waves, 2, width)
         if not self.rank:
-            return self.param("kernel", zeros, shape), [None] * self.num_layers
+            kernel = self.param("kernel", zeros, shape, jnp.float32)
+            return kernel, [None] * self.num_layers
         kernel = self.param("kernel", uniform(self.dim**-0.5), shape)
         shape = (self.num_layers, self.num_heads, num_waves, width, self.head_dim)
-        return kernel, self.param("basis", zeros, shape)
+        return kernel, self.param("basis", zeros, shape, jnp.float32)
 
 
 class FourierValues(_Fourier):
@@ -445,7 +446,8 @@ class FourierMask(_Waves):
             )
         waves = self.waves(grid, num_prefix)
         shape = (self.num_layers, self.num_heads, waves.shape[-2], 2)
-        coefficients = self.param("coefficients", nn.initializers.normal(0.1), shape)
+        init = nn.initializers.normal(0.1)
+        coefficients = self.param("coefficients", init, shape, jnp.float32)
         return [
             FourierMaskLayer(*layer) for layer in zip(waves, coefficients, strict=True)
         ]

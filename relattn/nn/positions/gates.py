@@ -8,6 +8,7 @@ from typing import ClassVar
 import flax.linen as nn
 import flax.struct
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from relattn import offsets
@@ -134,13 +135,13 @@ class StringGate(Position):
                 key, self.rank, len(grid), leading=(layers,), base=self.base
             ),
         )
-        phases = self.param("phases", zeros, (layers, self.rank))
+        phases = self.param("phases", zeros, (layers, self.rank), jnp.float32)
         shape = (layers, 2, self.num_heads, 2 * self.rank, self.head_dim)
         exponents = gates.string_exponents(
             offsets.grid_positions(grid, num_prefix),
             frequencies[:, None, None],
             phases[:, None, None],
-            self.param("coefficients", zeros, shape),
+            self.param("coefficients", zeros, shape, jnp.float32),
             num_prefix=num_prefix,
         )
         return [GatedHeads(layer) for layer in exponents]

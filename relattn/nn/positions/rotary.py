@@ -15,6 +15,7 @@ from typing import ClassVar
 import flax.linen as nn
 import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
@@ -76,7 +77,6 @@ class Rope1d(Position):
         interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
 
     Example:
-        >>> import jax.numpy as jnp
         >>> layers = Rope1d(dim=8, num_heads=2, num_layers=3).apply({}, (5,), 0)
         >>> q, k = layers[0](*jnp.ones((2, 1, 2, 5, 4)), jnp.ones((1, 5, 8)))
         >>> q.shape
@@ -268,7 +268,7 @@ class CayleyString(LearnedRotation):
         angles = self.angles(grid, num_prefix)
         entries = self.head_dim * (self.head_dim - 1) // 2
         shape = (self.num_layers, self.num_heads, entries)
-        skew = self.param("skew", nn.initializers.zeros, shape)
+        skew = self.param("skew", nn.initializers.zeros, shape, jnp.float32)
         matrices = string.cayley_matrix(skew)
         return [CayleyHeads(*layer) for layer in zip(angles, matrices, strict=True)]
 
@@ -374,7 +374,6 @@ class RotaryValues(LearnedRotation):
         interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
 
     Example:
-        >>> import jax.numpy as jnp
         >>> layers = RotaryValues(dim=8, num_heads=2, num_layers=3).apply({}, (5,), 0)
         >>> v = layers[0].widen_values(jnp.ones((1, 2, 5, 4)), jnp.ones((1, 5, 8)))
         >>> v.shape

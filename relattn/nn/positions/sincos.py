@@ -279,17 +279,18 @@ class ConstrainedSincos(Position):
             "coefficients",
             nn.initializers.normal(1.0),
             (self.num_layers, self.num_heads, pairs, 2),
+            jnp.float32,
         )
         kernels = biases = [None] * self.num_layers
         shape = (self.num_layers, self.dim, self.num_heads, pairs, 2)
         if self.content_modulated:
             init = nn.initializers.normal(self.dim**-0.5)
-            kernels = self.param("kernel", init, shape)
+            kernels = self.param("kernel", init, shape, jnp.float32)
         if self.content_conditioned:
             # Initial values of a linear layer.
             init = uniform(self.dim**-0.5)
-            kernels = self.param("kernel", init, shape)
-            biases = self.param("bias", init, (shape[0], *shape[2:]))
+            kernels = self.param("kernel", init, shape, jnp.float32)
+            biases = self.param("bias", init, (shape[0], *shape[2:]), jnp.float32)
         u = sinusoids.sinusoids(positions, frequencies, num_prefix=num_prefix)
         return [
             ConstrainedSincosHeads(

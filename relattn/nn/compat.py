@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.dtypes import promote_dtype as promote
+from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -422,7 +423,7 @@ def _is_allowed(mask):
 
 def _check_not_additive(mask):
     """Refuses a mask of 0 and -inf, if its values are known: it means the opposite."""
-    if not isinstance(mask, jax.core.Tracer) and (np.asarray(mask) < 0).any():
+    if not isinstance(mask, Tracer) and (np.asarray(mask) < 0).any():
         raise ValueError(
             "mask has values below zero, as one that is added to scores, but in a mask "
             "of Flax other than zero means allowed: pass mask == 0"

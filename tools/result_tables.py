@@ -272,42 +272,50 @@ def speed_steps() -> str:
 def places() -> str:
     """Returns the accuracies of ViTs that were trained on digits at several places."""
     names = ("static_static", "static_dynamic", "once_dynamic", "dynamic_dynamic")
-    found: dict[str, dict[str, str]] = {}
-    for row in [*_rows("translution_mnist.json"), *_rows("translution_places.json")]:
-        # Rows of the same recipe.
-        if all(each["results"][0]["step"] == 5154 for each in row["runs"].values()):
-            cells = found.setdefault(_label(row["name"]), {})
-            for name, value in row["columns"].items():
-                cells[name] = f"{value['mean']:.1f}"
     rows = [
-        [label, *(cells.get(name, MISSING) for name in names)]
-        for label, cells in found.items()
+        row
+        for row in [*_rows("translution_mnist.json"), *_rows("translution_places.json")]
+        # Rows of the same recipe.
+        if all(each["results"][0]["step"] == 5154 for each in row["runs"].values())
     ]
-    return markdown_table(
-        ["model", *(name.replace("_", " → ") for name in names)], rows
+    return _joined_rows(
+        rows, {name: (name.replace("_", " → "), "{:.1f}") for name in names}
     )
 
 
 def long_text() -> str:
     """Returns the validation losses of small GPTs with short and long contexts."""
-    formats = {"parameters": "{:.2f}M", "loss": "{:.3f}", "seconds": "{:,.0f} s"}
-    found: dict[str, dict[str, str]] = {}
-    for row in _rows("translution_long_text.json"):
-        cells = found.setdefault(_label(row["name"]), {})
-        for name, value in row["columns"].items():
-            cells[name] = formats[name.split("_")[0]].format(value["mean"])
-    titles = {
-        "parameters": "parameters",
-        "loss_160": "loss, 160",
-        "loss_4096": "loss, 4,096",
-        "seconds_160": "training, 160",
-        "seconds_4096": "training, 4,096",
+    columns = {
+        "parameters": ("parameters", "{:.2f}M"),
+        "loss_160": ("loss, 160", "{:.3f}"),
+        "loss_4096": ("loss, 4,096", "{:.3f}"),
+        "seconds_160": ("training, 160", "{:,.0f} s"),
+        "seconds_4096": ("training, 4,096", "{:,.0f} s"),
     }
-    rows = [
-        [label, *(cells.get(name, MISSING) for name in titles)]
-        for label, cells in found.items()
-    ]
-    return markdown_table(["model", *titles.values()], rows)
+    return _joined_rows(_rows("translution_long_text.json"), columns)
+
+
+def _joined_rows(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]
+) -> str:
+    """Makes a table with one row a model from rows that each have some of its columns.
+
+    Args:
+        rows: Rows of studies.
+        columns: Titles and formats of the columns, by their names in the studies.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells = found.setdefault(_label(row["name"]), {})
+        for name in columns.keys() & row["columns"].keys():
+            cells[name] = columns[name][1].format(row["columns"][name]["mean"])
+    return markdown_table(
+        ["model", *(title for title, _ in columns.values())],
+        [
+            [label, *(cells.get(name, MISSING) for name in columns)]
+            for label, cells in found.items()
+        ],
+    )
 
 
 def fourier() -> str:

@@ -196,8 +196,8 @@ def demo_table(results: Mapping[str, Mapping[str, Any]], class_name: str) -> str
     for variant, result in results.items():
         seeds = len(result["seeds"])
         accuracies = result["test_accuracy"]
-        spread = np.std(accuracies, ddof=1) if seeds > 1 else 0.0
-        cells = [variant, _cell(np.mean(accuracies), spread, seeds)]
+        spread = float(np.std(accuracies, ddof=1)) if seeds > 1 else 0.0
+        cells = [variant, _cell(float(np.mean(accuracies)), spread, seeds)]
         for name, pixels in shown:
             curve = result[name]
             for shift in (-pixels, pixels):

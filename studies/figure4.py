@@ -24,14 +24,15 @@ def figure() -> Figure:
         The figure.
     """
     options = data.image_options("mnist", 84, placement="dynamic")
-    images = data.load_images(options)
-    splits = {"static": images.test_static, "dynamic": images.test_dynamic}
+    splits = data.load_images(options).eval_splits
     result = Figure(figsize=(10, 2.2), layout="constrained")
-    panels = result.subplots(len(splits), 10)
-    for row, (name, split) in zip(panels, splits.items(), strict=True):
+    panels = result.subplots(2, 10)
+    for row, name in zip(panels, ("static", "dynamic"), strict=True):
+        split = splits[f"test_{name}"]
+        [batch] = split.batches(len(split))
         for digit, panel in enumerate(row):
-            first = int(np.argmax(split.labels == digit))
-            panel.imshow(split.images[first, :, :, 0], cmap="gray")
+            first = int(np.argmax(batch["label"] == digit))
+            panel.imshow(batch["image"][first, :, :, 0], cmap="gray")
             panel.set(xticks=[], yticks=[])
         row[0].set_ylabel(name)
     return result

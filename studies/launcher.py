@@ -50,9 +50,9 @@ class Training:
         core: CPU core to bind the process to; None for any.
         gpu: The only visible GPU, as in CUDA_VISIBLE_DEVICES; None for all.
         process: The process, after the start.
-        bar: The progress bar, after the start.
         shown: Number of rows of metrics shown so far.
         error: Message of the failure, or "".
+        bar: The progress bar; only after the start.
     """
 
     label: str
@@ -64,9 +64,9 @@ class Training:
     core: int | None = None
     gpu: str | None = None
     process: subprocess.Popen | None = None
-    bar: tqdm | None = None
     shown: int = 0
     error: str = ""
+    bar: tqdm = dataclasses.field(init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -176,7 +176,7 @@ class Training:
             ChildProcessError: If the run failed; the message has the end of its log.
         """
         self.bar.close()
-        if self.process.returncode:
+        if self.process and self.process.returncode:
             raise ChildProcessError(
                 f"training {self.name} failed; {self.log} ends with:\n"
                 + self.log.read_text(errors="replace")[-LOG_BYTES:]

@@ -309,7 +309,7 @@ class Linearization:
         def update(trained, opt_state, variables, batch, step):
             def loss(trained):
                 dropout = jax.random.fold_in(stream_key(key, "dropout"), step)
-                logits = model.apply(
+                logits: Any = model.apply(
                     {**variables, "params": merge(variables["params"], trained)},
                     self.run.preprocess(batch),
                     deterministic=False,
@@ -329,7 +329,7 @@ class Linearization:
                 trained, opt_state, variables, batch, step
             )
             losses.append(loss)
-        losses = np.float64(jax.device_get(losses))
+        losses = np.asarray(jax.device_get(losses), np.float64)
         _check_finite(losses[-1], f"--{method}_rate")
         details = {"first_loss": losses[:10].mean(), "last_loss": losses[-10:].mean()}
         return {**variables, "params": merge(params, trained)}, details
@@ -385,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = command.Parser("python -m studies.linearize", __doc__)
     add = parser.add_argument
-    several = {"nargs": "+", "action": "extend"}
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
     add("--workdir", required=True, help="a finished run with softmax attention")
     add("--output", required=True, help="output folder")
     add("--attentions", **several, help="new attentions, by default all three")

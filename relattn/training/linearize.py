@@ -216,7 +216,7 @@ def imitate_softmax(
     batches: Iterable[Array | np.ndarray],
     optimizer: optax.GradientTransformation,
     *,
-    on_step: Callable[[int], None] | None = None,
+    on_step: Callable[[int], object] | None = None,
 ) -> tuple[dict[str, Any], Float[np.ndarray, "steps layers"]]:
     """Trains feature maps to reproduce the weights of softmax attention.
 

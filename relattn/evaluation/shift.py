@@ -21,6 +21,8 @@ from tqdm import tqdm
 
 from relattn import command
 from relattn.data import (
+    DataInfo,
+    ImageInfo,
     ImageSplit,
     StreamedSplit,
     input_shape,
@@ -31,7 +33,6 @@ from relattn.data.preprocess import channel_mean_std
 from relattn.messages import check_choice, printable
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import MAY_CHANGE_ON_RESUME, flatten
-from relattn.training.predict import require_kind
 
 AXES = ("x", "y", "xy")
 BOUNDARIES = {
@@ -117,6 +118,27 @@ def check_shift(max_shift: int, axis: str, image_size: int) -> None:
             f"max_shift={max_shift} does not fit images of {image_size} pixels: "
             f"choose one from 0 to {image_size - 1}"
         )
+
+
+def check_shiftable(info: DataInfo, where: str | Path) -> ImageInfo:
+    """Checks that the inputs of a run are images, which can be shifted.
+
+    Args:
+        info: The description of the training data.
+        where: The run, for the message.
+
+    Returns:
+        The description.
+
+    Raises:
+        ValueError: If the run is on volumes, points or text.
+    """
+    if info.kind == "images" and len(info.image_shape) == 3:
+        return info
+    kind = "volumes" if info.kind == "images" else info.kind
+    raise ValueError(
+        f"{where} was trained on {kind}: only runs on images can be shifted"
+    )
 
 
 def check_boundary(boundary: str, streamed: bool, where: str) -> None:
@@ -279,14 +301,14 @@ def shifted_predictions(
         The predicted classes at each shift.
 
     Raises:
-        ValueError: If the axis, the shift or the boundary does not fit the images, the
-            model has no random features, but ``draws`` is more than one, or its logits
-            are NaN.
+        ValueError: If the run is not on images, the axis, the shift or the boundary
+            does not fit them, the model has no random features, but ``draws`` is more
+            than one, or its logits are NaN.
     """
-    size = input_shape(run.config.data, run.data)[0]
+    info = check_shiftable(run.data, run.workdir)
+    size = input_shape(run.config.data, info)[0]
     batch_size = run.config.eval_batch_size
     check_shift(max_shift, axis, size)
-    info = require_kind(run, "images")
     check_boundary(boundary, info.streamed, str(run.workdir))
     margin = max_shift if boundary == "crop" else 0
     if margin:
@@ -380,7 +402,7 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
         A function of images, the indices of images, ``[batch]``, and their shifts
         (dx, dy), ``[batch, 2]``, to inputs of the model.
     """
-    info = require_kind(run, "images")
+    info = check_shiftable(run.data, run.workdir)
     mean, std = (
         np.asarray(x, np.float32) for x in channel_mean_std(run.config.data, info)
     )

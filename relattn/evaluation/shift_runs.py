@@ -18,6 +18,7 @@ from relattn.data import (
     input_shape,
     load_data,
 )
+from relattn.evaluation.shift import check_shiftable
 from relattn.training import Run
 from relattn.training.given_data import require_data
 from relattn.training.resume import check_fits
@@ -107,13 +108,7 @@ def open_shift_runs(
     # All runs are checked before the first data set is loaded.
     opened = [open_run(workdir, checkpoint, image_size) for workdir in workdirs]
     for saved in opened:
-        info = saved.task.info
-        if info.kind != "images" or len(info.image_shape) != 3:
-            kind = "volumes" if info.kind == "images" else info.kind
-            raise ValueError(
-                f"{saved.workdir} was trained on {kind}: only runs on images can be "
-                "shifted"
-            )
+        check_shiftable(saved.task.info, saved.workdir)
         if data is None:
             require_data(saved.given, saved.task.info, saved.workdir, OPEN_CALL)
         elif data_dir is not None:

@@ -208,6 +208,15 @@ def test_an_unknown_boundary_is_refused(tmp_path):
         shifted_predictions(run, split, max_shift=2, boundary="circle")
 
 
+def test_volumes_are_refused(tmp_path):
+    """Their frames and rows would be taken for rows and columns."""
+    info = ImageInfo("noise", ("0", "1"), (5, 5, 5, 1), (0.3,), (0.2,), 7, "noise")
+    run, split = first_pixels_run(info, 5, tmp_path), noise(7)
+    volumes = dataclasses.replace(split, images=np.stack([split.images] * 5, axis=1))
+    with pytest.raises(ValueError, match="volumes: only runs on images can be shifted"):
+        shifted_predictions(run, volumes, max_shift=2, boundary="circular")
+
+
 class Undefined(nn.Module):
     """Returns NaN for every class."""
 

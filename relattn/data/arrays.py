@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import zipfile
 from collections.abc import Mapping, Set
 from pathlib import Path
 
 import numpy as np
 
 from relattn.command import lacks_resources
+from relattn.data.array_hints import labels_hint
 from relattn.data.image_list import Images, check_several_classes, class_order
 from relattn.data.images import ImageSplit, check_arrays
 from relattn.data.paths import describe_error
@@ -67,10 +69,11 @@ def read_arrays(file: Path) -> Images:
             "arrays train_images and train_labels"
         )
     images, labels = splits["train"]
-    class_names = read_class_names(arrays, file)
+    class_names, classes = read_class_names(arrays, file), "a class of training"
     if class_names and labels.dtype.kind in "iu":
         # Numbers are positions in the given names.
         known = {str(label): label for label in range(len(class_names))}
+        classes = f"a position in the {len(class_names)} {CLASS_NAMES}"
     else:
         class_names = class_names or class_order(map(str, labels.tolist()))
         known = {name: label for label, name in enumerate(class_names)}
@@ -78,7 +81,7 @@ def read_arrays(file: Path) -> Images:
     found = {}
     for name, split in splits.items():
         if split is not None:
-            found[name] = _encode(*split, known, f"{name} in {file}")
+            found[name] = _encode(*split, known, f"{name} in {file}", classes)
             if split[0].shape[1:] != images.shape[1:]:
                 raise ValueError(
                     f"the images of {name} in {file} have shape {split[0].shape[1:]}, "
@@ -111,6 +114,8 @@ def open_arrays(
     if not file.is_file():
         raise FileNotFoundError(f"the file {file} is missing: {remedy}")
     try:
+        if not zipfile.is_zipfile(file):
+            raise ValueError("not a file of numpy.savez")
         # Objects would have to be unpickled.
         with np.load(file, allow_pickle=False) as opened:
             arrays = {name: opened[name] for name in opened.files if name in known}
@@ -162,23 +167,27 @@ def _find_split(
             if labels.shape != images.shape[:1] or labels.dtype.kind not in "iuU":
                 raise ValueError(
                     f"{keys[1]} in {file} has shape {labels.shape} and dtype "
-                    f"{labels.dtype}, expected {len(images)} integers or names: pass "
-                    "one label for each image"
+                    f"{labels.dtype}, expected {len(images)} integers or names: "
+                    f"{labels_hint(labels, len(images))}"
                 )
             return images, labels
     return None
 
 
 def _encode(
-    images: np.ndarray, labels: np.ndarray, known: Mapping[str, int], where: str
+    images: np.ndarray,
+    labels: np.ndarray,
+    known: Mapping[str, int],
+    where: str,
+    classes: str,
 ) -> ImageSplit:
     """Returns a split with the number of each label."""
     values, inverse = np.unique(labels, return_inverse=True)
     for value in values.tolist():
         if str(value) not in known:
             raise ValueError(
-                f"the labels of {where} have {shorten(value)}, which is not a class "
-                f"of training, only {shorten(', '.join(known))}: correct them"
+                f"the labels of {where} have {shorten(value)}, which is not {classes}, "
+                f"only {shorten(', '.join(known))}: correct them"
             )
     numbers = np.array([known[str(value)] for value in values.tolist()], np.int32)
     encoded = numbers[inverse] if len(labels) else np.zeros(0, np.int32)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32, Int64, UInt8
 
+from relattn.data.array_hints import images_hint, labels_hint
 from relattn.data.augment import NUM_DRAWS
 from relattn.data.base import (
     CACHED_EPOCHS,
@@ -277,34 +278,37 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
         labels: Their labels.
         name: The name of the images, for the message.
     """
-    if images.dtype != np.uint8 or images.ndim not in (4, 5):
+    if images.ndim not in (4, 5):
         raise ValueError(
-            f"{name} has shape {images.shape} and dtype {images.dtype}, expected uint8 "
-            "[n, height, width, channels], for volumes [n, frames, height, width, "
-            "channels]: for values in [0, 1] pass (255 * images).round()"
-            ".astype(np.uint8)"
+            f"{name} have shape {images.shape}, expected [n, height, width, channels], "
+            "for volumes [n, frames, height, width, channels]: reshape them"
+        )
+    if images.dtype != np.uint8:
+        raise ValueError(
+            f"{name} have dtype {images.dtype}, expected uint8 from 0 to 255: "
+            f"{images_hint(images)}"
         )
     first, *_, before_last, last = images.shape[1:]
     if images.ndim == 4 and first in (1, 3) and last > 4 and before_last > 4:
         raise ValueError(
-            f"{name} has shape {images.shape}, which is [n, channels, height, width]: "
+            f"{name} have shape {images.shape}, which is [n, channels, height, width]: "
             "pass images.transpose(0, 2, 3, 1)"
         )
     if images.ndim == 4 and last > 4 and last == before_last:
         raise ValueError(
-            f"{name} has shape {images.shape}, which is [n, frames, height, width], "
+            f"{name} have shape {images.shape}, which is [n, frames, height, width], "
             "volumes without an axis of channels: pass images[..., None]"
         )
     if not all(images.shape[1:]):
         raise ValueError(
-            f"{name} has shape {images.shape}, so the images have no pixels: pass "
+            f"{name} have shape {images.shape}, so the images have no pixels: pass "
             "images of at least 1x1"
         )
     integers = np.issubdtype(labels.dtype, np.integer)
     if labels.shape != images.shape[:1] or not integers:
         raise ValueError(
             f"the labels of {name} have shape {labels.shape} and dtype {labels.dtype}, "
-            f"expected {len(images)} integers"
+            f"expected {len(images)} integers: {labels_hint(labels, len(images))}"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Float64, Int32, Int64
 
+from relattn.data.array_hints import labels_hint
 from relattn.data.arrays import CLASS_NAMES, open_arrays, read_class_names
 from relattn.data.base import (
     ONE_SHARD,
@@ -86,7 +87,7 @@ class PointSplit:
         if labels.shape != points.shape[:1] or labels.dtype.kind not in "iu":
             raise ValueError(
                 f"labels have shape {labels.shape} and dtype {labels.dtype}, expected "
-                f"{len(points)} integers"
+                f"{len(points)} integers: {labels_hint(labels, len(points))}"
             )
         return cls(points, labels.astype(np.int32), np.shape(positions)[-1])
 

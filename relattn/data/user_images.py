@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32, UInt8
 from ml_collections import ConfigDict
 from PIL import Image, ImageOps
 
+from relattn.data.array_hints import images_hint
 from relattn.data.base import ImageInfo
 from relattn.data.image_io import decode_image, open_image
 from relattn.data.image_transforms import resized_center_crop
@@ -402,21 +403,16 @@ def _check_array(
         )
     if not pixels.size:
         raise ValueError(f"{name} has shape {pixels.shape}: it has no pixels")
+    if np.iscomplexobj(pixels):
+        raise ValueError(
+            f"{name} has {pixels.dtype} values: pass integers from 0 to 255"
+        )
     lowest, highest = pixels.min(), pixels.max()
-    if not np.issubdtype(pixels.dtype, np.integer):
-        if lowest >= 0 and highest <= 1:
-            fix = "pass (255 * images).round().astype(np.uint8)"
-        elif lowest >= 0 and highest <= 255:
-            fix = "pass images.round().astype(np.uint8)"
-        else:
-            fix = "pass images that are not standardised, as np.uint8 from 0 to 255"
+    is_integer = np.issubdtype(pixels.dtype, np.integer)
+    if not is_integer or lowest < 0 or highest > 255:
         raise ValueError(
             f"{name} has {pixels.dtype} values from {float(lowest):.3g} to "
             f"{float(highest):.3g}, but the model takes integers from 0 to 255 and "
-            f"scales them itself: {fix}"
-        )
-    if lowest < 0 or highest > 255:
-        raise ValueError(
-            f"{name} has values from {lowest} to {highest}: scale them to 0 to 255"
+            f"scales them itself: {images_hint(pixels)}"
         )
     return pixels.astype(np.uint8)

@@ -78,12 +78,30 @@ def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):
         ({"train_labels": LABELS / 2}, "dtype float64, expected 7 integers or names"),
         ({"train_labels": LABELS * 0}, "are of one class, '0': add images of another"),
         ({"train_images": IMAGES / 255}, r"float64, expected uint8 .*: for values in"),
+        (
+            {"train_images": IMAGES * 0.9},
+            r": pass images.round\(\).astype\(np.uint8\)$",
+        ),
+        ({"train_images": IMAGES > 3}, r"pass \(255 \* images\).astype\(np.uint8\)$"),
+        ({"train_images": IMAGES.astype(int)}, r": pass images.astype\(np.uint8\)$"),
+        ({"train_images": 257 * IMAGES.astype(np.uint16)}, r"16 bits .*images >> 8"),
+        (
+            {"train_images": IMAGES.reshape(7, -1)},
+            r"shape \(7, \d+\), .*: reshape them",
+        ),
+        ({"train_labels": np.eye(7)}, r"one-hot labels pass labels.argmax\(axis=-1\)"),
+        ({"train_labels": LABELS / 1}, r"float64, .*: pass labels.astype\(int\)$"),
+        (
+            {"train_labels": LABELS > 0},
+            r"bool, expected .*: pass labels.astype\(int\)$",
+        ),
+        ({"train_labels": LABELS * np.nan}, "pass one whole number for each image$"),
         ({"class_names": ["a", "b", "a"]}, r"names in .*a.npz has 'a' twice: give ea"),
         (
             {"train_images": np.zeros((7, 2, 5, 5), np.uint8)},
             r"which is \[n, frames, height, width\], volumes .*: pass images\[..., No",
         ),
-        ({"class_names": ["a", "b"]}, r"train in .* have 2, which is not a class of"),
+        ({"class_names": ["a", "b"]}, r"train in .* have 2, .* in the 2 class_names"),
         (
             {"test_images": IMAGES, "test_labels": LABELS + 1},
             r"^the labels of test in .*a.npz have 3, which is not a class of training",

@@ -98,9 +98,9 @@ def test_a_source_of_relattn_is_not_replaced():
     [
         (
             {"images": np.zeros((7, 5, 3, 1))},
-            "images has shape .* dtype float64, exp",
+            "images have dtype float64, expected uint8",
         ),
-        ({"images": np.zeros((7, 5, 3), np.uint8)}, r"images has shape \(7, 5, 3\)"),
+        ({"images": np.zeros((7, 5, 3), np.uint8)}, r"images have shape \(7, 5, 3\)"),
         ({"labels": np.zeros(5, int)}, r"images have shape \(5,\) .* expected 7 integ"),
         ({"labels": np.zeros(7)}, "and dtype float64, expected 7 integers"),
         ({"labels": np.full(7, 2)}, "are from 2 to 2, expected 0 to 1"),

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from relattn.messages import shorten
+
 Grid = tuple[int, ...]
 
 
@@ -89,6 +91,25 @@ class PrefixRow(enum.IntEnum):
     OUT = 2
 
 
+def check_axes(grid: Grid) -> None:
+    """Checks that a grid is a tuple of whole numbers.
+
+    Args:
+        grid: Size of each axis, in tokens.
+
+    Raises:
+        ValueError: If it is not: a single number, a list or sizes that are floats.
+
+    Example:
+        >>> check_axes((3, 4))
+    """
+    if not isinstance(grid, tuple) or not all(hasattr(x, "__index__") for x in grid):
+        raise ValueError(
+            "grid must be a tuple of the sizes of its axes, such as (7, 7), or (7,) "
+            f"for a line, got {shorten(grid)}"
+        )
+
+
 def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
     """Checks that a grid and its prefix hold exactly ``num_tokens`` tokens.
 
@@ -100,11 +121,13 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
         num_prefix: Number of prefix tokens.
 
     Raises:
-        ValueError: If the grid is empty or holds another number of tokens.
+        ValueError: If the grid is no tuple of sizes, is empty or holds another number
+            of tokens.
 
     Example:
         >>> check_grid(13, (3, 4), num_prefix=1)
     """
+    check_axes(grid)
     if min(grid, default=0) < 1 or num_prefix < 0:
         raise ValueError(
             "a grid needs one axis or more, each with a positive size, and "
@@ -315,7 +338,8 @@ def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> 
         `num_offsets`, plus three if there are prefix tokens; the length if ``causal``.
 
     Raises:
-        ValueError: If ``causal`` with a torus, several axes or prefix tokens.
+        ValueError: If the grid is no tuple of sizes, or ``causal`` with a torus,
+            several axes or prefix tokens.
 
     Example:
         >>> num_table_rows((3, 4)), num_table_rows((3, 4), num_prefix=1)
@@ -323,6 +347,7 @@ def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> 
         >>> num_table_rows((5,), causal=True)
         5
     """
+    check_axes(grid)
     if not causal:
         return num_offsets(grid) + len(PrefixRow) * bool(num_prefix)
     if len(grid) != 1 or num_prefix or isinstance(grid, Torus):

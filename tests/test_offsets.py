@@ -9,8 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from relattn import offsets
+from relattn import kernels, offsets
 from relattn.offsets import Torus
+from tests.helpers.export import unchecked_annotations
 
 GRID = (3, 5)
 
@@ -47,6 +48,22 @@ def test_check_grid_names_expected_tokens():
     for grid in ((0, 5), ()):
         with pytest.raises(ValueError, match="one axis or more, each with a positive"):
             offsets.check_grid(0, grid)
+
+
+@pytest.mark.parametrize("grid", [6, [3, 5], (3.0, 5.0), "35", None, np.array([3, 5])])
+def test_what_is_no_tuple_of_sizes_raises(grid):
+    checks = [
+        lambda: offsets.check_grid(15, grid),
+        lambda: offsets.num_table_rows(grid),
+        lambda: kernels.Offsets(grid).check_length(15),
+        lambda: kernels.num_clipped_rows(grid, 2),
+    ]
+    for check in checks:
+        with (
+            unchecked_annotations(),
+            pytest.raises(ValueError, match="grid must be a "),
+        ):
+            check()
 
 
 def test_line_is_grid_of_one_axis():

@@ -270,10 +270,13 @@ class MultiHeadAttention(nn.Module):
             Shape ``[batch, n, dim]``.
 
         Raises:
-            ValueError: If causal attention has prefix tokens, decoding is not causal
-                or has a mask or an ``index`` out of range, or the attention cannot
-                support ``memory``, ``segment_ids`` or a torus.
+            ValueError: If the grid is no tuple of sizes, causal attention has prefix
+                tokens, decoding is not causal or has a mask or an ``index`` out of
+                range, or the attention cannot support ``memory``, ``segment_ids`` or a
+                torus.
         """
+        if grid is not None:
+            offsets.check_axes(grid)
         if self.causal and num_prefix:
             raise ValueError(
                 "causal attention takes no prefix tokens, which all tokens would see: "

@@ -18,6 +18,7 @@ from relattn.nn.registry import POSITIONS, build
 from relattn.nn.softmax_attention import SoftmaxAttention
 from tests import reference
 from tests.helpers import specs
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, quick_jit, run
 from tests.helpers.specs import with_others
 
@@ -601,6 +602,16 @@ def test_attention_that_needs_a_grid_asks_for_it(attention, has_bias, options, w
     )
     with pytest.raises(ValueError, match=f"{what}.*: pass grid="):
         jax.eval_shape(init, jax.random.key(0), np.zeros((2, N, DIM), np.float32))
+
+
+@pytest.mark.parametrize("grid", [N, [N], (float(N),)], ids=str)
+@pytest.mark.parametrize("attention", ["softmax", "banded", "translution"])
+def test_a_grid_that_is_no_tuple_of_sizes_raises(attention, grid):
+    make, _ = build(attention, "none", dim=DIM, num_heads=HEADS, num_layers=1)
+    init = functools.partial(make(layer=0).init, grid=grid)
+    message = "grid must be a tuple of the sizes of its axes, such as"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        jax.eval_shape(init, jax.random.key(0), np.ones((1, N, DIM), np.float32))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -14,8 +14,10 @@ from relattn.data.image_list import (
 )
 
 KINDS = {suffix: kind for kind, suffixes in FORMATS.items() for suffix in suffixes}
+# Names of the folder of validation images.
+VALIDATION = ("validation", "val", "valid")
 LAYOUT = (
-    "expected train/<class>/*.jpg, and optionally test/<class>/*.jpg (or "
+    "expected train/<class>/*.jpg, and optionally the same in validation and test (or "
     f"{', '.join(suffix for suffix in KINDS if suffix != '.jpg')})"
 )
 
@@ -23,11 +25,12 @@ LAYOUT = (
 def find_files(root: Path) -> ImageList:
     """Lists the images of a folder, ``train/<class>/*`` and ``test/<class>/*``.
 
-    Hidden files and folders are left out. Sub-folders of classes, classes without
-    images and other files are left out and named.
+    Hidden files and folders are left out. Other folders, sub-folders of classes,
+    classes without images and other files are left out and named.
 
     Args:
-        root: The folder that holds ``train`` and, optionally, ``test``.
+        root: The folder that holds ``train`` and, optionally, ``validation`` (or
+            ``val``, or ``valid``) and ``test``.
 
     Returns:
         The images, sorted by class and file name; the classes are in the order of
@@ -35,18 +38,30 @@ def find_files(root: Path) -> ImageList:
 
     Raises:
         FileNotFoundError: If ``root`` or its folder ``train`` is missing.
-        ValueError: If a folder holds no images, or an image belongs to a class without
-            training images.
+        ValueError: If a folder holds no images, an image belongs to a class without
+            training images, or there are two folders of validation images.
     """
     left_out: list[str] = []
     train = _list_images(root / "train", left_out)
+    held_out = [name for name in VALIDATION if (root / name).exists()]
+    if len(held_out) > 1:
+        raise ValueError(
+            f"{root} has two folders of validation images, {held_out[0]} and "
+            f"{held_out[1]}: move the images into one"
+        )
+    validation = _list_images(root / held_out[0], left_out) if held_out else []
     test = _list_images(root / "test", left_out) if (root / "test").exists() else []
-    kinds = {KINDS[image.path.suffix.lower()] for image in train + test}
+    split_names = ("train", "test", *VALIDATION)
+    others = [path for path in _visible(root) if path.is_dir()]
+    others = [path for path in others if path.name not in split_names]
+    if others:
+        left_out.append(f"other folders: {_names(others, root)}")
+    kinds = {KINDS[image.path.suffix.lower()] for image in train + validation + test}
     origin = f"{' and '.join(sorted(kinds))} files in {root}"
     if not test:
         origin += ", without test/: the validation images are the test images"
     names = tuple(sorted({image.class_name for image in train}))
-    images = ImageList(root, train, test, names, origin, left_out)
+    images = ImageList(root, train, test, names, origin, left_out, validation)
     check_classes(images)
     return images
 

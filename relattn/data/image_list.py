@@ -258,7 +258,7 @@ def decode_list(
 ) -> DecodedImages:
     """Decodes every image once, in threads, and keeps the images if they fit.
 
-    Grey images have one channel, colour images three.
+    Images have three channels if one of them is in colour, otherwise one.
 
     Args:
         listed: The images.
@@ -272,15 +272,13 @@ def decode_list(
         more memory.
 
     Raises:
-        ValueError: If images cannot be read and are not left out, no image is left, or
-            an image is in colour and the first, of the same size, is grey.
+        ValueError: If images cannot be read and are not left out, or no image is left.
     """
     sources = [*itertools.chain(*listed.splits)]
     decoder = _Decoder(memory_bytes / (3 * len(sources)), background)
     unreadable: dict[ImageSource, UnreadableImageError] = {}
     kept: list[ImageSource] = []
     images: np.ndarray | None = None
-    colour: ImageSource | None = None
     problem = ""
     title = printable(f"Reading {listed.root.name}")
     bar = tqdm(total=len(sources), desc=title, unit=" images", delay=2, disable=None)
@@ -304,19 +302,16 @@ def decode_list(
                         f"{source} has {found.shape[1]}x{found.shape[0]} pixels, but "
                         f"{kept[0]} has {width}x{height}"
                     )
-                elif found.shape[2] > channels:
-                    colour = colour or source
                 else:
+                    if found.shape[2] > channels:
+                        # Those before it are grey.
+                        images = np.repeat(images, 3, axis=-1)
                     # A grey image among colour images is broadcast to all channels.
                     images[len(kept) - 1] = found
             if problem:
                 decoder.keep, images = False, None
     if unreadable:
         listed = _without(listed, unreadable, skip_unreadable)
-    if images is not None and colour is not None:
-        raise ValueError(
-            f"{colour} is in colour, but {kept[0]} is grey: convert one of them"
-        )
     return DecodedImages(
         listed, None if images is None else images[: len(kept)], problem
     )
@@ -338,7 +333,7 @@ def read_list(
 
     Raises:
         ValueError: If images cannot be read and are not left out, or the images differ
-            in size or mix grey and colour.
+            in size.
     """
     decoded = decode_list(
         listed, skip_unreadable=skip_unreadable, background=background

@@ -166,9 +166,9 @@ def load_images(config: ConfigDict) -> ImageData:
             - ``name``: name of the set, for example "mnist";
             - ``source``: "embedded" (the subsets that ship with the package, the
               default), "tfds" (full sets, prepared once), "folder"
-              (``train/<class>/*.jpg`` and optionally ``test/<class>/*.jpg``), "csv" (a
-              table of files, see `relattn.data.csv_images.find_csv_images`), "hf" (a
-              Hugging Face data set on disk) or "npz" (arrays, see
+              (``train/<class>/*.jpg``, and optionally ``validation`` and ``test``),
+              "csv" (a table of files, see `relattn.data.csv_images.find_csv_images`),
+              "hf" (a Hugging Face data set on disk) or "npz" (arrays, see
               `relattn.data.arrays.read_arrays`);
             - ``data_dir``: folder of the prepared sets ("" for TFDS's default), the
               image folder, or the file or folder of the other sources;

@@ -96,10 +96,28 @@ def test_grey_image_in_colour_set_is_repeated(root):
     assert (test.images[0] == 11).all() and test.images.shape[-1] == 3
 
 
-def test_colour_image_in_grey_set_raises(root):
+def test_grey_images_before_the_first_in_colour_are_repeated(root):
     write(root, "train/a/1.png", np.full((3, 5), 11))
-    with pytest.raises(ValueError, match=r"3.png is in colour, but .*1.png is grey"):
-        read_folder(root)
+    write(root, "train/a/2.png", np.full((3, 5), 13))
+    train = read_folder(root).train
+    assert train.images.shape == (5, 3, 5, 3)
+    assert train.images[:, 0, 0].tolist() == [[x] * 3 for x in (11, 13, 2, 1, 0)]
+
+
+@pytest.mark.parametrize("name", ["validation", "val", "valid"])
+def test_validation_images_of_a_folder_are_used(root, name):
+    write(root, f"{name}/a/1.png", np.full((3, 5, 3), 17))
+    assert (read_folder(root).validation.images == 17).all()
+    config = ConfigDict({"name": "mine", "source": "folder", "data_dir": str(root)})
+    data = load_data(config)
+    assert (len(data.train), len(data.validation), len(data.test)) == (3, 1, 1)
+    config.num_validation = 1
+    with pytest.raises(ValueError, match="have validation images of their own"):
+        load_data(config)
+    write(root, "validation/a/2.png", np.zeros((3, 5, 3)))
+    write(root, "val/b/1.png", np.zeros((3, 5, 3)))
+    with pytest.raises(ValueError, match="two folders of validation images, val"):
+        find_files(root)
 
 
 def test_16_bit_greys_are_read(tmp_path):
@@ -131,11 +149,13 @@ def test_what_is_left_out_is_named(root):
     (root / "train" / "a" / "y.png").mkdir()
     (root / "train" / "c").mkdir()
     (root / "test" / "b" / "notes.txt").write_text("not an image")
+    write(root, "Test/b/1.png", np.zeros((7, 7, 3)))
     write(root, "train/.hid/1.png", np.zeros((7, 7, 3)))
     write(root, "test/b/.1.png", np.zeros((7, 7, 3)))
     message = (
         "left out classes without images: train/c; sub-folders of classes: "
-        "train/a/y.png; other files: train/a/x.png; other files: test/b/notes.txt"
+        "train/a/y.png; other files: train/a/x.png; other files: test/b/notes.txt; "
+        "other folders: Test"
     )
     with pytest.warns(UserWarning, match=message):
         found = read_folder(root)

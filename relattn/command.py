@@ -179,8 +179,11 @@ def _format_warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """Formats a warning as Python does, but with a message that is printable."""
-    return _FORMAT(printable(str(message)), category, filename, lineno, line)
+    """Formats a warning in one line if relattn gives it, otherwise as Python does."""
+    text = printable(str(message))
+    if category is UserWarning and os.path.abspath(filename).startswith(_PACKAGES):
+        return f"warning: {text}\n"
+    return _FORMAT(text, category, filename, lineno, line)
 
 
 def keep_compiled() -> None:

@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from relattn import cli, command, training
+from relattn.data import image_list
 from relattn.evaluation import perplexity
 from relattn.nn import ATTENTIONS
 from relattn.training.config import flatten, to_json
@@ -106,6 +107,18 @@ def test_messages_do_not_control_the_terminal(name, capsys):
     for line in (out.rstrip("\n"), err.rstrip("\n")):
         assert line.replace("\n", "").isprintable()
     assert err.count("\n") == 1
+
+
+def test_warnings_of_relattn_are_one_sentence(capsys):
+    @command.entry_point
+    def main():
+        for file in (image_list.__file__, "a.py"):
+            print(warnings.formatwarning("b is left out", UserWarning, file, 3, "c()"))
+
+    main()
+    ours, others = capsys.readouterr().out.split("\n\n")[:2]
+    assert ours == "warning: b is left out"
+    assert others == "a.py:3: UserWarning: b is left out\n  c()"
 
 
 WRITERS = {

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from relattn import models
-from relattn.command import one_line, split_overrides
+from relattn.command import split_overrides
 from relattn.messages import closest, shorten
 
 
@@ -60,11 +60,12 @@ def override(config: ConfigDict, options: Sequence[str]) -> None:
         kind = _find_type(config, key)
         if isinstance(text, bool) and kind != "bool":
             raise ValueError(f"--config.{key} has no value: write --config.{key}=value")
+        parse, what = _PARSERS.get(kind, (_parse_literal, ""))
         try:
-            values[key] = _PARSERS.get(kind, _parse_literal)(str(text))
+            values[key] = parse(str(text))
         except ValueError as error:
-            problem = f"flag --config.{key}={text}: {error}"
-            raise ValueError(one_line(problem)) from error
+            problem = f"--config.{key} needs {what}, got {shorten(text)}"
+            raise ValueError(problem) from error
     with config.unlocked(), config.ignore_type():
         config.update_from_flattened_dict(values)
 
@@ -104,15 +105,15 @@ def _find_type(config: ConfigDict, key: str) -> str:
             raise ValueError(
                 f"there is no --config.{shown}: {part} is a value and has no keys"
             )
+    # An option of another model is refused where the model is built.
     options = {}
-    if path == ["model"]:
-        # An option of another model is refused where the model is built.
-        for model in models.MODELS:
-            options |= models.model_options(model)
-    if name in options:
+    for model in models.MODELS:
+        options |= models.model_options(model)
+    if path == ["model"] and name in options:
         return inspect.formatannotation(options[name].annotation).strip("'")
     if name not in parent:
-        hint = closest(name, {*parent, *options})
+        names = {*parent, *options} if path == ["model"] else {*parent}
+        hint = _find_elsewhere(config, name, options) or closest(name, names)
         raise ValueError(f"there is no --config.{shown}: {hint}")
     if isinstance(parent[name], ConfigDict):
         raise ValueError(
@@ -122,9 +123,21 @@ def _find_type(config: ConfigDict, key: str) -> str:
     return parent.get_type(name).__name__
 
 
+def _find_elsewhere(config: ConfigDict, name: str, options: Collection[str]) -> str:
+    """Returns a hint at the keys of this name in other parts; "" without any."""
+    found = [name] if name in config else []
+    for part, value in config.items():
+        if isinstance(value, ConfigDict) and (
+            name in value or part == "model" and name in options
+        ):
+            found.append(f"{part}.{name}")
+    keys = " or ".join(f"--config.{key}" for key in found)
+    return f"did you mean {keys}?" if found else ""
+
+
 def _parse_bool(text: str) -> bool:
     if text.lower() not in ("true", "t", "1", "false", "f", "0"):
-        raise ValueError("must be True or False")
+        raise ValueError(text)
     return text.lower() in ("true", "t", "1")
 
 
@@ -135,4 +148,10 @@ def _parse_literal(text: str) -> Any:
         return text
 
 
-_PARSERS = {"bool": _parse_bool, "int": int, "float": float, "str": str}
+# How the text of a value is read, and what it has to be.
+_PARSERS = {
+    "bool": (_parse_bool, "True or False"),
+    "int": (int, "an integer"),
+    "float": (float, "a number"),
+    "str": (str, "a text"),
+}

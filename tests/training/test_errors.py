@@ -38,13 +38,21 @@ def test_only_errors_of_the_package_are_user_errors():
         ("sed=3", r"no --config\.sed: did you mean 'seed'\?"),
         ("no.such=3", r"no --config\.no\.such: available: accumul"),
         ("seed.x=3", r"no --config\.seed\.x: seed is a value and has"),
-        ("seed=x\r\ny", "^flag --config.seed=x y: invalid literal for int"),
+        ("seed=x\r\ny", r"^--config.seed needs an integer, got 'x\\r\\ny'$"),
+        ("seed=1e3", "^--config.seed needs an integer, got '1e3'$"),
+        ("optimizer.learning_rate=a", "learning_rate needs a number, got 'a'$"),
         pytest.param(
-            "seed=" + "1" * 10**5 + "x", r"^flag --config.seed=1+\.\.\.$", id="long"
+            "seed=" + "1" * 10**5 + "x", r"needs an integer, got '1+\.\.\.$", id="long"
+        ),
+        ("learning_rate=1", "did you mean --config.optimizer.learning_rate[?]$"),
+        ("optimizer.batch_size=1", "batch_size: did you mean --config.batch_size[?]$"),
+        (
+            "norm_eps=1",
+            "no --config.norm_eps: did you mean --config.model.norm_eps[?]$",
         ),
         ("seed", "^--config.seed has no value: write --config.seed=value$"),
         ("optimizer.name", "^--config.optimizer.name has no value: write"),
-        ("progress=no", "^flag --config.progress=no: must be True or False$"),
+        ("progress=no", "^--config.progress needs True or False, got 'no'$"),
         ("model.patch_size[0]=3", r"^--config.model.patch_size\[0\] is not a key: "),
         ("model['dim']=3", r"^--config.model\['dim'\] is not a key: "),
         ("=3", r"^--config. is not a key: write --config.key=value"),

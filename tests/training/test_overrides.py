@@ -113,7 +113,7 @@ def test_true_and_false_are_options_or_values(words, value):
     [
         ("--noconfig.progress=True", "'--noconfig.progress=True' is not an option"),
         ("--noconfig.seed", "--config.seed has no value"),
-        ("--config.seed=True", "invalid literal for int"),
+        ("--config.seed=True", "seed needs an integer, got 'True'"),
         ("--config=3", "'--config=3' is not an option"),
     ],
 )

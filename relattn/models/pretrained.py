@@ -341,7 +341,7 @@ def load_pretrained(
     if image_size is not None:
         if module.inputs != "images":
             raise ValueError(f"image_size={image_size} needs a model of images")
-        size = (image_size,) * 2 if isinstance(image_size, int) else tuple(image_size)
+        size = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
         *frames, height, width, channels = config["image_shape"]
         size, old = (*frames, *size), (*frames, height, width)
         variables = resize_images(module, variables, old, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ def check_draws(draws: int, random_features: Any, *, key: str = "draws") -> None
     Example:
         >>> check_draws(1, {})
     """
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
+    if isinstance(draws, bool) or not isinstance(draws, Integral) or draws < 1:
         raise ValueError(
             f"{key} must be an integer of at least 1, got {shorten(draws)}"
         )

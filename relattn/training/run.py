@@ -100,7 +100,7 @@ class Run:
         """Returns a checked number of draws; None is that of the configuration."""
         draws = int(self.config.eval_draws) if draws is None else draws
         check_draws(draws, self.variables.get("random_features"))
-        return draws
+        return int(draws)
 
     def _batch_size(self, batch_size: int | None) -> int:
         """Returns a batch size; None is that of the configuration."""

@@ -61,7 +61,7 @@ def test_predictions_are_the_mean_over_the_draws(finished):
     images = make_data().test.images
     inputs = run.preprocess({"image": images})
     each = probabilities(run.model, run.variables, inputs, run.config.seed)
-    for draws in (1, NUM_DRAWS):
+    for draws in (1, np.int64(NUM_DRAWS)):
         found = run.predict(images, draws=draws, batch_size=7).probabilities
         np.testing.assert_allclose(found, each[:draws].mean(axis=0), atol=1e-6)
     # The draws differ by more than rounding.

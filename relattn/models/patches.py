@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import jax.numpy as jnp
@@ -64,17 +65,19 @@ def patch_sides(patch_size: Any, axes: int = 2) -> tuple[int, ...]:
         ValueError: If it is neither one whole number nor one for each axis.
 
     Example:
-        >>> patch_sides(2), patch_sides([4, 2]), patch_sides((1, 4, 2), axes=3)
-        ((2, 2), (4, 2), (1, 4, 2))
+        >>> patch_sides(np.int64(2)), patch_sides((1, 4, 2), axes=3)
+        ((2, 2), (1, 4, 2))
     """
-    sides = patch_size if isinstance(patch_size, list | tuple) else (patch_size,) * axes
-    if len(sides) != axes or not all(type(side) is int for side in sides):
+    several = isinstance(patch_size, list | tuple | np.ndarray)
+    sides = tuple(patch_size) if several else (patch_size,) * axes
+    whole = [isinstance(side, Integral) and type(side) is not bool for side in sides]
+    if len(sides) != axes or not all(whole):
         raise ValueError(
             "patch_size must be a whole number of pixels, or "
             f"{_SIDES.get(axes, f'{axes}, one for each axis')}, got "
             f"{shorten(patch_size)}"
         )
-    return tuple(sides)
+    return tuple(map(int, sides))
 
 
 def patch_grid(image_size: Sequence[int], patch_size: PatchSize) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from relattn.kernels.platform import first_carry
 from relattn.kernels.random_projections import redraw
 from relattn.messages import shorten
 
@@ -130,5 +131,6 @@ def average_draws(
 
     first = jax.tree.map(lambda x: x[0], drawn)
     shape = jax.eval_shape(log_probabilities, first).shape
-    total, _ = jax.lax.scan(add, jnp.full(shape, -jnp.inf), drawn)
+    none = first_carry(add, jnp.full(shape, -jnp.inf), drawn)
+    total, _ = jax.lax.scan(add, none, drawn)
     return total - math.log(len(jax.tree.leaves(drawn)[0]))

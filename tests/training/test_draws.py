@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 from PIL import Image
 
 from relattn import training
@@ -71,6 +72,26 @@ def test_predictions_are_the_mean_over_the_draws(finished):
         run.predict(images[:7], draws=1, batch_size=7).probabilities,
         run.predict(images[:7], batch_size=7).probabilities,
     )
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")
+def test_draws_are_averaged_in_shard_map():
+    def apply(variables, inputs):
+        return inputs * variables["random_features"]
+
+    rng = np.random.default_rng(0)
+    variables, inputs = {"random_features": rng.normal(size=3)}, rng.normal(size=(2, 5))
+    variables, inputs = jax.tree.map(np.float32, (variables, inputs))
+    everywhere, batch = PartitionSpec(), PartitionSpec("d")
+    shared = jax.shard_map(
+        functools.partial(average_draws, apply),
+        mesh=Mesh(jax.devices()[:2], "d"),
+        in_specs=(everywhere, batch),
+        out_specs=batch,
+    )
+    found = quick_jit(shared)(variables, inputs)
+    each = [softmax(inputs * draw) for draw in variables["random_features"]]
+    np.testing.assert_allclose(softmax(found), np.mean(each, axis=0), atol=1e-6)
 
 
 @pytest.mark.quick("1-pmap")

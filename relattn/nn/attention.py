@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
 from relattn.kernels.masks import finite_tokens
+from relattn.messages import shorten
 from relattn.nn.blocks import Linear, default_head_dim
 
 # The collection of `MultiHeadAttention.sow_weights`.
@@ -331,7 +332,16 @@ class MultiHeadAttention(nn.Module):
         context = Context(
             grid, num_prefix, position, key_mask, index, shared, memory, segment_ids
         )
-        return self.merge(self.mix(x, context))
+        out = self.mix(x, context)
+        expected = (self.num_heads, x.shape[-2], self.head_dim)
+        shape = getattr(out, "shape", ())
+        if shape[-3:] != expected:
+            found = f"shape {shape}" if shape else shorten(out)
+            raise ValueError(
+                f"the heads of {type(self).__name__} returned {found}, expected [batch"
+                f", {', '.join(map(str, expected))}]: heads, tokens and head_dim, as q"
+            )
+        return self.merge(out)
 
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from keyword import iskeyword
 from typing import Any
 
 from relattn import spec
-from relattn.messages import shorten
+from relattn.messages import check_choice, shorten
 from relattn.nn.attention import MultiHeadAttention
 from relattn.nn.gated_positional import GatedPositionalAttention
 from relattn.nn.linear_attention import (
@@ -89,7 +90,8 @@ def register_attention(name: str, module: type) -> None:
         module: A subclass of `relattn.MultiHeadAttention`.
 
     Raises:
-        ValueError: If relattn uses the name, or it is not a Python identifier.
+        ValueError: If relattn uses the name, or it is not a Python identifier, or
+            the class defines neither ``attend`` nor ``mix``, or names an unknown site.
         TypeError: If ``module`` is not such a subclass.
 
     Example:
@@ -103,7 +105,21 @@ def register_attention(name: str, module: type) -> None:
         >>> vit.init_with_output(jax.random.key(0), images)[0].shape
         (1, 10)
     """
-    _register(ATTENTIONS, name, module, MultiHeadAttention)
+    _check_entry(name, module, MultiHeadAttention)
+    hooks = ("attend", "mix")
+    if all(getattr(module, x) is getattr(MultiHeadAttention, x) for x in hooks):
+        raise ValueError(
+            f"{name!r} cannot be registered: {module.__name__} must define attend, "
+            "from queries, keys and values to outputs of heads, or mix, from tokens"
+        )
+    if isinstance(module.sites, str):
+        raise ValueError(
+            f"{name!r} cannot be registered: {module.__name__}.sites must be a tuple, "
+            f"such as ('none', 'tokens'), got {module.sites!r}"
+        )
+    for site in module.sites:
+        check_choice("site", site, base.SITES, f" in {module.__name__}.sites")
+    ATTENTIONS[name] = module
 
 
 def register_position(name: str, module: type) -> None:
@@ -115,7 +131,8 @@ def register_position(name: str, module: type) -> None:
         module: A subclass of `relattn.Position`.
 
     Raises:
-        ValueError: If relattn uses the name, or it is not a Python identifier.
+        ValueError: If relattn uses the name, or it is not a Python identifier, or
+            the class has no ``site`` or no ``__call__``.
         TypeError: If ``module`` is not such a subclass.
 
     Example:
@@ -134,21 +151,31 @@ def register_position(name: str, module: type) -> None:
         >>> vit.init_with_output(jax.random.key(0), images)[0].shape
         (1, 10)
     """
-    _register(POSITIONS, name, module, base.Position)
+    _check_entry(name, module, base.Position)
+    check_choice("site", module.site, base.SITES, f" of {module.__name__}")
+    is_callable = any("__call__" in vars(parent) for parent in module.__mro__)
+    if is_callable != (module.site != "none"):
+        problem = "does not define __call__"
+        if is_callable:
+            problem = f"needs a site, one of {', '.join(base.SITES[1:])}"
+        raise ValueError(f"{name!r} cannot be registered: {module.__name__} {problem}")
+    POSITIONS[name] = module
 
 
-def _register(table: dict[str, Any], name: str, module: type, base: type) -> None:
-    if not issubclass(module, base):
+def _check_entry(name: str, module: type, base: type) -> None:
+    """Raises an error unless a name and a class can be registered."""
+    if not isinstance(module, type) or not issubclass(module, base):
         raise TypeError(
-            f"{name!r} needs a subclass of relattn.{base.__name__}, got "
+            f"{shorten(name)} needs a subclass of relattn.{base.__name__}, got "
             f"{shorten(module)}"
         )
-    if not name.isidentifier() or name in BUILT_IN:
+    # A keyword is no name in a spec.
+    is_name = isinstance(name, str) and name.isidentifier() and not iskeyword(name)
+    if not is_name or name in BUILT_IN:
         raise ValueError(
             f"{shorten(name)} cannot be registered: choose a Python identifier "
             "that names no attention or position of relattn"
         )
-    table[name] = module
 
 
 def build(

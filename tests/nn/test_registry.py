@@ -10,8 +10,9 @@ import pytest
 from relattn.kernels import softmax_attention
 from relattn.models import GPT, ViT, generate
 from relattn.nn.attention import MultiHeadAttention
-from relattn.nn.positions.base import Position
+from relattn.nn.positions.base import LayerPosition, Position
 from relattn.nn.registry import build, register_attention, register_position
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import quick_jit
 
 SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
@@ -176,3 +177,88 @@ def test_registering_another_class_raises():
         register_attention("mine", Position)
     with pytest.raises(TypeError, match="'mine' needs a subclass of relattn.Position"):
         register_position("mine", SharpAttention)
+
+
+def attention_of(**members):
+    return type("Mine", (MultiHeadAttention,), members)
+
+
+def position_of(**members):
+    return type("Mine", (Position,), members)
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize(
+    ("register", "module", "message"),
+    [
+        (register_attention, attention_of(), "Mine must define attend, from .* or mix"),
+        (
+            register_attention,
+            attention_of(attend=SharpAttention.attend, sites=("tokns",)),
+            "unknown site 'tokns' in Mine.sites: did you mean 'tokens'",
+        ),
+        (
+            register_attention,
+            attention_of(attend=SharpAttention.attend, sites="none"),
+            "Mine.sites must be a tuple, such as .*, got 'none'",
+        ),
+        (
+            register_position,
+            position_of(site="tokens"),
+            "Mine does not define __call__",
+        ),
+        (
+            register_position,
+            position_of(__call__=lambda self, grid, num_prefix: []),
+            "Mine needs a site, one of tokens, heads",
+        ),
+        (register_position, position_of(site="head"), "site 'head' of Mine: did you"),
+    ],
+)
+def test_a_class_without_a_part_is_not_registered(register, module, message):
+    with pytest.raises(ValueError, match=message):
+        register("mine", module)
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize(
+    ("attend", "found"),
+    [
+        (lambda self, q, k, v, context: v[..., :1], r"shape \(2, 4, 5, 1\)"),
+        (lambda self, q, k, v, context: v[..., :1, :], r"shape \(2, 4, 1, 6\)"),
+        (lambda self, q, k, v, context: v.mean(axis=1), r"shape \(2, 5, 6\)"),
+        (lambda self, q, k, v, context: None, "None"),
+        (lambda self, q, k, v, context: (v, q), r"\(.*"),
+    ],
+)
+def test_heads_of_another_shape_are_refused(attend, found):
+    """A sum over the width, or one token for all, would broadcast silently."""
+    register_attention("mine", attention_of(attend=attend))
+    attention = build("mine", "none", **SIZES)[0](layer=0)
+    message = rf"heads of Mine returned {found}, expected \[batch, 4, 5, 6\]"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        attention.init(jax.random.key(0), jnp.ones((2, 5, 24)))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (LayerPosition(), "returned a LayerPosition, expected a list of 2 relattn"),
+        ([LayerPosition()], "returned a list of 1 LayerPosition, expected a list of 2"),
+        ([np.zeros(3)] * 2, "returned a list of 2 ndarray, expected a list of 2"),
+        ([], "returned a list of 0, expected a list of 2"),
+        (None, "returned a NoneType, expected a list of 2"),
+    ],
+)
+def test_a_position_for_other_layers_is_refused(returned, message):
+    kind = position_of(site="heads", __call__=lambda self, grid, num_prefix: returned)
+    with pytest.raises(ValueError, match=f"^position Mine {message}"):
+        kind(dim=24, num_heads=4, num_layers=2).per_layer((2, 3), 0)
+
+
+@pytest.mark.parametrize("shape", [(6, 24), (1, 24), (1, 6, 24), (2, 6, 1)])
+def test_tokens_of_another_shape_are_refused(shape):
+    """Some of them would broadcast."""
+    kind = position_of(site="tokens", __call__=lambda self, x, grid: jnp.ones(shape))
+    with pytest.raises(ValueError, match=r"the tokens have \(2, 6, 24\): return the"):
+        kind(dim=24, num_heads=4).add_to_tokens(jnp.ones((2, 6, 24)), (2, 3))

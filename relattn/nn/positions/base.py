@@ -27,6 +27,8 @@ from relattn.offsets import Grid, Torus
 Params = Mapping[str, Any]
 # Real positions of the tokens after the prefix, in place of a grid.
 Points = Float[Array, "batch n axes"]
+# Where an encoding may act.
+SITES = ("none", "tokens", "heads", "values", "pairs", "offset_bias")
 
 
 @flax.struct.dataclass
@@ -243,7 +245,16 @@ class Position(nn.Module):
     ) -> Float[Array, "batch n dim"]:
         """Adds the encoding to the grid's tokens at the site ``tokens``."""
         self.check_grid(grid)
-        return self(tokens, grid) if self.site == "tokens" else tokens
+        if self.site != "tokens":
+            return tokens
+        added = self(tokens, grid)
+        shape = getattr(added, "shape", None)
+        if shape != tokens.shape:
+            raise ValueError(
+                f"position {type(self).__name__} returned shape {shape}, but the "
+                f"tokens have {tokens.shape}: return the tokens with the encoding added"
+            )
+        return added
 
     def per_layer(
         self, grid: Grid | Points, num_prefix: int
@@ -258,7 +269,23 @@ class Position(nn.Module):
         self.check_grid(grid)
         if self.site in ("none", "tokens"):
             return None
-        return self(grid, num_prefix)
+        layers = self(grid, num_prefix)
+        is_list = isinstance(layers, list | tuple)
+        found = list(layers) if is_list else [layers]
+        kinds = {type(layer) for layer in found}
+        if (
+            not is_list
+            or len(found) != self.num_layers
+            or not all(issubclass(kind, LayerPosition) for kind in kinds)
+        ):
+            names = " and ".join(sorted(kind.__name__ for kind in kinds))
+            returned = f"a list of {len(found)} {names}" if is_list else f"a {names}"
+            raise ValueError(
+                f"position {type(self).__name__} returned {returned.rstrip()}, "
+                f"expected a list of {self.num_layers} relattn.LayerPosition, one for "
+                "each layer"
+            )
+        return layers
 
     def check_grid(self, grid: Grid | Points) -> None:
         """Raises ValueError if the encoding is not for points, a torus, or a line."""

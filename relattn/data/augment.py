@@ -159,7 +159,8 @@ def flip_crop(
     corners = jnp.floor(draws[:, 1:3] * (2 * padding + 1)).astype(jnp.int32)
 
     def crop(padded: Array, corner: Array) -> Array:
-        start = (corner[0], corner[1], 0)
+        # All of one dtype.
+        start = (corner[0], corner[1], jnp.zeros_like(corner[0]))
         return jax.lax.dynamic_slice(padded, start, images.shape[1:])
 
     return jax.vmap(crop)(jnp.pad(images, widths), corners)

@@ -195,7 +195,8 @@ class Dropout(nn.Module):
             return jnp.zeros_like(x)
         # Four bytes of each random word.
         *leading, width = x.shape
-        words = jax.random.bits(self.make_rng("dropout"), (*leading, -(-width // 4)))
+        shape = (*leading, -(-width // 4))
+        words = jax.random.bits(self.make_rng("dropout"), shape, jnp.uint32)
         random = jax.lax.bitcast_convert_type(words, jnp.uint8)
         random = random.reshape(*leading, 4 * words.shape[-1])[..., :width]
         return jnp.where(random < dropped, 0.0, x * (256 / (256 - dropped)))

@@ -17,7 +17,7 @@ from relattn.data import (
     make_mix,
     make_preprocess,
 )
-from relattn.data.augment import augment
+from relattn.data.augment import AUGMENTATIONS, augment
 from tests.data.test_images import numbered_data
 
 RNG = np.random.default_rng(0)
@@ -49,6 +49,17 @@ def test_flip_and_crop_equal_numpy():
         padded = np.pad(image, [(2, 2), (2, 2), (0, 0)])
         theirs = padded[row : row + 5, column : column + 3]
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("spec", AUGMENTATIONS)
+def test_augmentation_is_the_same_if_float64_is_enabled(spec):
+    rng = np.random.default_rng(0)
+    images, draws = (rng.random(s).astype(np.float32) for s in ((3, 5, 7, 1), (3, 3)))
+    expected = compiled_augment(images, draws, spec)
+    with jax.enable_x64(True):
+        found = compiled_augment(images, draws, spec)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("spec", ["none", "rotate(degrees=0)"])

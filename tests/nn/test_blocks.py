@@ -136,6 +136,16 @@ def test_dropout_is_off_where_it_should_be():
     assert jax.eval_shape(drop, {}, X[:0]).shape == (0, 7, 6)
 
 
+def test_dropout_drops_the_same_elements_if_float64_is_enabled():
+    x, rngs = jnp.asarray(normal(0, 3, 23)), {"dropout": jax.random.key(0)}
+    drop = functools.partial(Dropout(0.5).apply, {}, deterministic=False, rngs=rngs)
+    expected = np.asarray(drop(x))
+    with jax.enable_x64(True):
+        found = drop(x)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
+
+
 SIZES = {"dim": 6, "num_heads": 2, "num_layers": 2}
 X = jax.device_put(normal(0, 2, 7, 6))
 

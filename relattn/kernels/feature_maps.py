@@ -323,6 +323,11 @@ def check_feature_maps(feature_map: FeatureMap, q: Array, k: Array) -> None:
     """Checks that a pair of feature maps returns features of one kind and number."""
     if not isinstance(feature_map, tuple):
         return
+    if len(feature_map) != 2:
+        raise ValueError(
+            "feature_map must be one function, or a tuple of two, for queries and for "
+            f"keys, got {len(feature_map)}"
+        )
     token = [jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype) for x in (q, k)]
     maps = [functools.partial(f, feature_map) for f in (query_features, key_features)]
     shapes = [
@@ -347,8 +352,23 @@ def feature_shapes(feature_map: FeatureMap, k: Array) -> Features:
 
 
 def _evaluate(feature_map, x):
+    if not callable(feature_map):
+        raise ValueError(
+            "feature_map must be a function from tokens to features, such as "
+            f"jax.nn.relu, or a tuple of two, got {type(feature_map).__name__}"
+        )
     features = feature_map(x)
-    if isinstance(features, Features):
+    given = isinstance(features, Features)
+    found = features.exponents if given else features
+    shape = getattr(found, "shape", None)
+    # Batch axes, which matrices have, may broadcast.
+    if shape is None or len(shape) < x.ndim or shape[-2] != x.shape[-2]:
+        what = type(found).__name__ if shape is None else f"shape {shape}"
+        raise ValueError(
+            "feature_map must return features [*batch, n, features] for tokens "
+            f"[*batch, n, head_dim], here {x.shape}, got {what}"
+        )
+    if given:
         return features
     values = widen(features)
     return Features(values, jnp.zeros_like(values[..., :1]))

@@ -11,6 +11,7 @@ from relattn import kernels, offsets
 from relattn.kernels import feature_maps
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, quick_jit, run
 
 NUM_FEATURES, HEAD_DIM = 7, 5
@@ -304,3 +305,27 @@ def test_maps_of_different_numbers_of_features_raise(name):
     pair = (lambda x: x[..., :3], lambda x: x[..., :2])
     with pytest.raises(ValueError, match="queries and keys must return features of"):
         KERNELS[name](x, x, x, pair, **options)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("feature_map", "message"),
+    [
+        (lambda x: x.sum(axis=-1), r"got shape \("),
+        (lambda x: x.swapaxes(-1, -2), r"got shape \("),
+        (lambda x: jnp.concatenate([x, x], axis=-2), r"got shape \("),
+        (lambda x: x.reshape(-1), r"got shape \("),
+        (lambda x: (x, x), "got tuple"),
+        (lambda x: None, "got NoneType"),
+        ("favor", "must be a function .* got str"),
+        ((jax.nn.relu,), "a tuple of two, for queries and for keys, got 1"),
+    ],
+)
+def test_what_is_no_feature_map_is_refused(name, feature_map, message):
+    """Stacked features, or those of one token, would broadcast silently."""
+    x = np.ones((2, N, HEAD_DIM), np.float32)
+    x = x[0] if name in ("causal toeplitz step", "banded") else x
+    bias = np.zeros(15 if name == "toeplitz" else 11, np.float32)
+    options = {"bias": bias} if "toeplitz" in name else {}
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        KERNELS[name](x, x, x, feature_map, **options)

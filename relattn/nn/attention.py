@@ -250,7 +250,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             x: Tokens, shape ``[batch, n, dim]``.
-            grid: Size of each axis of the tokens after the prefix.
+            grid: Size of each axis of the tokens after the prefix; of causal attention
+                the length of the longest sequence, ``(length,)``.
             num_prefix: Number of prefix tokens.
             position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
             key_mask: True for tokens that may be attended to, shape ``[batch, n]``, or
@@ -271,13 +272,11 @@ class MultiHeadAttention(nn.Module):
             Shape ``[batch, n, dim]``.
 
         Raises:
-            ValueError: If the grid is no tuple of sizes, causal attention has prefix
-                tokens, decoding is not causal or has a mask or an ``index`` out of
-                range, or the attention cannot support ``memory``, ``segment_ids`` or a
-                torus.
+            ValueError: If the grid is no tuple of sizes or does not hold the tokens,
+                causal attention has prefix tokens, decoding is not causal or has a mask
+                or an ``index`` out of range, or the attention cannot support
+                ``memory``, ``segment_ids`` or a torus.
         """
-        if grid is not None:
-            offsets.check_axes(grid)
         if self.causal and num_prefix:
             raise ValueError(
                 "causal attention takes no prefix tokens, which all tokens would see: "
@@ -290,6 +289,8 @@ class MultiHeadAttention(nn.Module):
                 "decoding needs causal=True and no key_mask or segment_ids, got "
                 f"causal={self.causal} and {' and '.join(given) or 'neither'}"
             )
+        if grid is not None:
+            self._check_grid(x.shape[-2], grid, num_prefix)
         if index is not None:
             check_index(index, x.shape[-2], grid)
         if isinstance(grid, offsets.Torus) and (self.causal or not self.periodic):
@@ -342,6 +343,19 @@ class MultiHeadAttention(nn.Module):
                 f", {', '.join(map(str, expected))}]: heads, tokens and head_dim, as q"
             )
         return self.merge(out)
+
+    def _check_grid(self, num_tokens: Any, grid: offsets.Grid, num_prefix: int) -> None:
+        """Raises ValueError if the tokens, if their number is known, do not fit."""
+        offsets.check_axes(grid)
+        if not isinstance(num_tokens, int):
+            return
+        if not self.causal:
+            offsets.check_grid(num_tokens, grid, num_prefix)
+        elif num_tokens > math.prod(grid):
+            raise ValueError(
+                f"the sequence of {num_tokens} tokens is longer than grid={grid}, the "
+                "length for which the attention and its position are made"
+            )
 
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -612,6 +613,31 @@ def test_a_grid_that_is_no_tuple_of_sizes_raises(attention, grid):
     message = "grid must be a tuple of the sizes of its axes, such as"
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         jax.eval_shape(init, jax.random.key(0), np.ones((1, N, DIM), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("causal", "grid", "message"),
+    [
+        (False, (N - 1,), "grid 6 with num_prefix=0 holds 6 tokens, got 7"),
+        (False, (N + 1,), "grid 8 with num_prefix=0 holds 8 tokens, got 7"),
+        (True, (N - 1,), r"the sequence of 7 tokens is longer than grid=\(6,\)"),
+        (True, (N + 1,), None),
+    ],
+)
+@pytest.mark.parametrize("position", ["none", "rope1d"])
+def test_a_grid_for_other_tokens_raises(position, causal, grid, message):
+    make_attention, make_position = build(
+        "softmax", position, dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
+    )
+    encoding = make_position().apply({}, grid, 0, method="per_layer")
+    init = functools.partial(
+        make_attention(layer=0).init,
+        grid=grid,
+        position=encoding[0] if encoding else None,
+    )
+    raises = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with raises:
+        jax.eval_shape(init, jax.random.key(0), jnp.ones((1, N, DIM)))
 
 
 @pytest.mark.parametrize("causal", [False, True])

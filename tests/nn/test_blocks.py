@@ -343,7 +343,7 @@ def test_examples_skip_branches_at_the_rate_of_the_layer(scan, remat):
         block = params["blocks_0" if scan else f"block_{layer}"]
         bias_there = block["feed_forward"]["out"]["bias"]
         (bias_there[layer] if scan else bias_there)[:] = bias
-    x = normal(3, 997, 2, 6)
+    x = normal(3, 997, 7, 6)
 
     def apply(x):
         rngs = {"dropout": jax.random.key(0)}

@@ -244,7 +244,7 @@ def test_average_changes_the_output():
             "has no plain queries, keys and values for the position to act on",
         ),
         ("low", {"causal": True}, CALL, "causal attention takes no prefix tokens"),
-        ("exact", {"causal": True}, {"grid": (5,)}, "too few for a sequence of 7"),
+        ("exact", {"causal": True}, {"grid": (5,)}, "is longer than grid=(5,)"),
         (
             "low",
             {"causal": True, "absolute": True},

@@ -357,7 +357,7 @@ def test_another_number_of_tokens_raises(options):
     )
     position = layer(jax.tree.map(jnp.asarray, encoding))
     with pytest.raises(ValueError, match="position has 7 tokens, .* attention 6"):
-        apply(variables, jnp.ones((1, 6, DIM)), position=position)
+        apply(variables, jnp.ones((1, 6, DIM)), position=position, grid=(5,))
 
 
 @pytest.mark.parametrize("name", ["fourier_values", "fourier_scores", "fourier_mask"])

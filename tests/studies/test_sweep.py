@@ -19,7 +19,7 @@ TINY += ["--config.schedule.warmup_steps=0", "--config.data.num_validation=50"]
         (["--config.seed=3"], "no key has several values"),
         (["--config.seed=3,4,3"], "--config.seed has a value twice: 3,4,3"),
         (["--config.seed=3,4", "--config.seed=5"], "--config.seed is given twice"),
-        (["--config.seed=3,x"], "flag --config.seed=x: invalid literal"),
+        (["--config.seed=3,x"], "--config.seed needs an integer, got 'x'"),
         (["--config.batch_size=3,0"], "config.batch_size must be at least 1, got 0"),
     ],
 )

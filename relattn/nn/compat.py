@@ -301,7 +301,9 @@ def attention_fn(
             "input_positions": input_positions,
         }.items():
             if given is not None:
-                raise ValueError(f"the kernels of attention_fn take no {name}")
+                raise ValueError(
+                    f"the kernels of attention_fn take no {name}: leave it out"
+                )
         if promote_dtype is None:
             query, key, value = promote(query, key, value, dtype=dtype)
         else:

@@ -34,11 +34,22 @@ USE_SOFTMAX = "use implementation='softmax'"
 def _random_features(name: str, default: str, causal: bool) -> Kernel:
     """Returns linear attention with random features."""
     attend = kernels.causal_linear_attention if causal else kernels.linear_attention
+    own = {"q", "k", "v", "feature_map", "key_mask"}
+    known = {*inspect.signature(attend).parameters} - own
+    listed = {"projection", "features", "chunk_size", "precision"}
 
     def kernel(
         q, k, v, *, key_mask=None, projection, features=default, **options
     ) -> Any:
-        _check_options(name, options, inspect.signature(attend).parameters)
+        for option in options:
+            if option == "num_features":
+                raise ValueError(
+                    f"{name} has no option num_features: pass projection="
+                    "relattn.draw_orthogonal(key, num_features, head_dim)"
+                )
+            if option not in known:
+                hint = closest(option, listed)
+                raise ValueError(f"{name} has no option {option!r}: {hint}")
         check_choice("features", features, FEATURE_MAPS)
         feature_map = functools.partial(FEATURE_MAPS[features], projection=projection)
         return attend(q, k, v, feature_map, key_mask=key_mask, **options)
@@ -79,6 +90,11 @@ def resolve(
     if not isinstance(implementation, str):
         kernel = implementation
     else:
+        if "(" in implementation:
+            raise ValueError(
+                f"implementation {shorten(implementation)} must be a name: pass its "
+                "options as arguments, such as projection="
+            )
         check_choice("implementation", implementation, IMPLEMENTATIONS)
         kernel = IMPLEMENTATIONS[implementation]
         if implementation in _RANDOM and "projection" not in options:

@@ -376,6 +376,22 @@ def test_implementations_of_jax_nn_compute_what_it_does(implementation, monkeypa
             "favor has no option 'chunks': did you mean 'chunk_size'",
         ),
         (
+            {"implementation": "favor", "projecton": WIDE},
+            "'projecton': did you mean 'projection'[?] Available: chunk_size, features,",
+        ),
+        (
+            {"implementation": "relu", "num_features": 3},
+            "relu has no option num_features: pass projection=relattn.draw_orthogonal",
+        ),
+        (
+            {"implementation": "favor", "feature_map": jnp.exp},
+            "favor has no option 'feature_map': did you mean 'features'",
+        ),
+        (
+            {"implementation": "favor(num_features=3)"},
+            r"'favor\(num_features=3\)' must be a name: pass its options as arguments",
+        ),
+        (
             {"local_window_size": (1, 2, 3)},
             r"must be a number or \(left, right\), got \(1, 2, 3\)",
         ),

@@ -377,7 +377,7 @@ def test_implementations_of_jax_nn_compute_what_it_does(implementation, monkeypa
         ),
         (
             {"implementation": "favor", "projecton": WIDE},
-            "'projecton': did you mean 'projection'[?] Available: chunk_size, features,",
+            "'projecton': did you mean 'projection'[?] Available: chunk_size, fea",
         ),
         (
             {"implementation": "relu", "num_features": 3},

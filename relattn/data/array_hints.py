@@ -62,8 +62,6 @@ def labels_hint(labels: np.ndarray, num_images: int) -> str:
         return "pass one label for each image"
     with np.errstate(invalid="ignore"):
         is_whole = np.isfinite(labels).all() and (labels == labels.astype(int)).all()
-    return (
-        "pass labels.astype(int)"
-        if is_whole
-        else ("pass one whole number for each image")
-    )
+    if is_whole:
+        return "pass labels.astype(int)"
+    return "pass one whole number for each image"

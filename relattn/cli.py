@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import relattn
@@ -214,6 +215,11 @@ def eval_shift(
         help="also write page.html, to move test images and see the predictions",
     )
     given = parser.parse_args(argv)
+    folders = [Path(workdir).resolve() for workdir in given.workdir]
+    for workdir, folder in zip(given.workdir, folders, strict=True):
+        if folders.count(folder) > 1:
+            # It would count as two runs that differ in their seed.
+            raise ValueError(f"--workdir={workdir} is given twice: pass it once")
     # Checked before the runs are opened.
     output = usable_folder(given.output, "--output")
     runs = open_shift_runs(

@@ -291,6 +291,11 @@ DEMO = "--config=configs/demo.py"
     [
         ("eval_shift", ["--output=x"], "no run: name at least one folder by --workdir"),
         ("eval_shift", ["--workdir=no/run", "--output={}"], "no complete checkpo"),
+        (
+            "eval_shift",
+            ["--workdir=no/run", "--workdir=no/../no/run/", "--output={}"],
+            "--workdir=no/run is given twice: pass it once",
+        ),
         ("train", ["--config=demos", "--workdir={}"], "--config 'demos': did you mean"),
         ("eval_shift", ["--output=x", "extra"], "unexpected argument 'extra': options"),
         ("tools.embed", ["--source={}"], "images-idx3-ubyte.gz is missing: --s"),

@@ -278,9 +278,10 @@ def class_index(name: str, class_names: Sequence[str]) -> int:
     if name.lower() in known:
         return known.index(name.lower())
     similar = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"did you mean {class_names[known.index(similar[0])]!r}? " if similar else ""
+    hint = "available"
+    if similar:
+        hint = f"did you mean {class_names[known.index(similar[0])]!r}? Available"
     names = ", ".join(class_names) if len(class_names) <= MAX_LISTED else "their names"
     raise ValueError(
-        f"unknown class {name!r}: {hint}Available: all, 0 to {len(class_names) - 1}, "
-        + names
+        f"unknown class {name!r}: {hint}: all, 0 to {len(class_names) - 1}, " + names
     )

@@ -167,7 +167,14 @@ def _curve(
     for result in group:
         images = np.ones(len(result.labels), bool)
         if label is not None:
-            images = result.all_allowed & (result.labels == label)
+            images = result.labels == label
+            if not images.any():
+                raise ValueError(
+                    f"none of the {len(images)} test images of {first.dataset} is of "
+                    f"class {label}: choose another by --classes, or a larger "
+                    "--num_images"
+                )
+            images &= result.all_allowed
         chosen = (result.predicted != NOT_ALLOWED) & images
         count = chosen.sum(axis=1)
         if not count.all():

@@ -80,11 +80,14 @@ def test_runs_that_differ_in_their_seed_are_averaged():
 def test_no_image_to_shift_is_an_error():
     message = "no test image of class 0 of mnist can move 1 pixels along x without"
     with pytest.raises(ValueError, match=message):
-        curves_of([result(ONE, labels=(1, 1, 1, 1))], 0)
+        curves_of([result(ONE, labels=(1, 1, 1, 0))], 0)
     shifts = tuple((dx, 2 * dx) for dx, _ in result(ONE).shifts)
-    both = dataclasses.replace(result(ONE, labels=(1, 1, 1, 1)), shifts=shifts)
+    both = dataclasses.replace(result(ONE, labels=(1, 1, 1, 0)), shifts=shifts)
     with pytest.raises(ValueError, match="move 1 pixels along x and 2 pixels along y"):
         curves_of([both], 0)
+    message = "^none of the 4 test images of mnist is of class 2: choose another by"
+    with pytest.raises(ValueError, match=message):
+        curves_of([result(ONE)], 2)
 
 
 def test_a_published_curve_is_looked_up_by_run_and_class():

@@ -144,6 +144,22 @@ def check_static(size: Any, what: str) -> None:
         )
 
 
+def check_position(index: Any, length: Any) -> None:
+    """Raises ValueError if a token's position is known, and not below the length.
+
+    A slice would begin at the last possible place instead.
+
+    Example:
+        >>> check_position(6, 7)
+    """
+    if isinstance(index, jax.core.Tracer) or is_symbolic_dim(length):
+        return
+    if not 0 <= int(index) < length:
+        raise ValueError(
+            f"index={index} must be the position of a token, 0 .. {length - 1}"
+        )
+
+
 class _Layout(NamedTuple):
     """The shape and kind that an array annotation requires.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments, check_static
+from relattn.kernels.checks import check_arguments, check_position, check_static
 from relattn.kernels.flash import fused_branches
 from relattn.kernels.masks import combine_masks, finite_masked, zero_masked
 from relattn.kernels.positions.bias import bias_of_pairs
@@ -178,7 +178,8 @@ def causal_gated_positional_attention_step(
         The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or w and r differ in width.
+        ValueError: If shapes or dtypes do not fit together, w and r differ in width, or
+            ``index`` is not below ``length``.
 
     Example:
         >>> x, w = jnp.zeros((3, 1)), jnp.array([-9.0, 18.0])
@@ -190,6 +191,7 @@ def causal_gated_positional_attention_step(
         d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
     """
     length = k.shape[-2]
+    check_position(index, length)
     past = jnp.arange(length) <= index
     scores = _offset_scores(coefficients, (length,), 0)
     # w . r_(index - j) for every key j.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments
+from relattn.kernels.checks import check_arguments, check_position
 from relattn.kernels.flash import fused_branches
 from relattn.kernels.masks import combine_masks, finite_masked, zero_masked
 from relattn.kernels.positions.bias import (
@@ -306,7 +306,8 @@ def causal_relative_attention_step(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, a table does not have 2
-            length - 1 rows, or ``window`` is less than one.
+            length - 1 rows, ``index`` is not below ``length`` and there are tables, or
+            ``window`` is less than one.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -323,6 +324,8 @@ def causal_relative_attention_step(
     check_window(window)
     # r_(i - j), s_(i - j) and b_(i - j) for every key j.
     length = k.shape[-2]
+    if any(table is not None for table in (key_table, value_table, bias)):
+        check_position(index, length)
     key_table = rows_of_token(key_table, "key_table", length, index, -2)
     value_table = rows_of_token(value_table, "value_table", length, index, -2)
     bias = rows_of_token(bias, "bias", length, index, -1)

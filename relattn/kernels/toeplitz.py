@@ -14,7 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import broadcast_batch, check_arguments, check_static
+from relattn.kernels.checks import (
+    broadcast_batch,
+    check_arguments,
+    check_position,
+    check_static,
+)
 from relattn.kernels.chunks import check_chunk_size
 from relattn.kernels.feature_maps import (
     FeatureMap,
@@ -382,8 +387,8 @@ def causal_toeplitz_linear_attention_step(
         kernel has derivatives in reverse mode only.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or the table does not have
-            2 length - 1 rows.
+        ValueError: If shapes or dtypes do not fit together, the table does not have 2
+            length - 1 rows, or ``index`` is not below ``length``.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -398,6 +403,7 @@ def causal_toeplitz_linear_attention_step(
     """
     check_feature_maps(feature_map, q_i, k)
     length = k.shape[-2]
+    check_position(index, length)
     past = jnp.broadcast_to(jnp.arange(length) <= index, k.shape[:-1])
     bias = cast(Array, rows_of_token(bias, "bias", length, index, axis=-1))
     k, v, _ = zero_masked(k, v, past)

@@ -320,6 +320,13 @@ def test_empty_queries_give_empty_output(name):
     assert out.shape == (BATCH, 0, VALUE_DIM)
 
 
+@pytest.mark.parametrize("index", [-1, N, jnp.array(N)])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.endswith("_step")])
+def test_a_position_outside_of_the_sequence_raises(name, index):
+    with pytest.raises(ValueError, match="must be the position of a token, 0 .. 6"):
+        call(name, draw(name), index=index)
+
+
 def call_with(name, **changes):
     """Returns a call of a kernel with some arguments changed."""
     return lambda: call(name, draw(name), **changes)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments
+from relattn.kernels.checks import check_arguments, check_position
 from relattn.kernels.precision import widen
 from relattn.kernels.translution.core import (
     Index,
@@ -208,8 +208,8 @@ def causal_translution_step(
         The token's output, shape ``[*batch, heads, head_dim]``, in the dtype of ``x``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or a table has fewer than
-            ``length`` rows.
+        ValueError: If shapes or dtypes do not fit together, a table has fewer than
+            ``length`` rows, or ``index`` is not below ``length``.
 
     Example:
         >>> x, w = jnp.ones((2, 1)), jnp.zeros((2, 1, 1, 1))
@@ -220,6 +220,7 @@ def causal_translution_step(
     Source:
         Translution: Unifying Self-attention and Convolution, appendix C.
     """
+    check_position(index, x.shape[-2])
     step = _CausalStep(x.shape[-2], index)
     token = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=-2)
     return attend(step, token, x, (w_q, w_k, w_v), None, precision)[..., 0, :]
@@ -278,7 +279,8 @@ def causal_lor_translution_step(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, a table has fewer than
-            ``length`` rows, or arrays that belong together are not given together.
+            ``length`` rows, ``index`` is not below ``length``, or arrays that belong
+            together are not given together.
 
     Example:
         >>> x = jnp.zeros((1, 2, 3))
@@ -299,6 +301,7 @@ def causal_lor_translution_step(
     )
     check_low_rank(qkv, low, tables, scale)
     length = next(x.shape[-2] for x in (qkv[1], low[1]) if x is not None)
+    check_position(index, length)
     outputs = attend_low_rank(
         _CausalStep(length, index),
         qkv,

@@ -46,7 +46,8 @@ def rotary_angles(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, ``head_dim`` is odd or less
-            than twice the number of axes, or ``num_prefix`` exceeds n.
+            than twice the number of axes, the torus has other axes, or ``num_prefix``
+            exceeds n.
 
     Example:
         >>> rotary_angles(np.array([[0.0], [5.0]]), 4, base=100.0).tolist()
@@ -62,6 +63,10 @@ def rotary_angles(
         raise ValueError(
             f"rotary positions of {axes} axes need an even head_dim (dim / num_heads) "
             f"of at least {2 * axes}, got {head_dim}"
+        )
+    if torus is not None and len(torus) != axes:
+        raise ValueError(
+            f"positions of {axes} axes need a torus of as many, got {torus}"
         )
     # In half precision, large angles lose their phase.
     positions, angles = widen(positions), []
@@ -320,16 +325,22 @@ def combine_rotary_values(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``out``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or there is not one angle
-            for each pair.
+        ValueError: If shapes or dtypes do not fit together, there is not one angle for
+            each pair, or ``num_prefix`` exceeds n.
 
     Example:
         >>> half = jnp.full((1, 1), jnp.pi)
         >>> combine_rotary_values(jnp.array([[1.0, 0.5]]), half).round(3).tolist()
         [[-1.0, -0.5]]
     """
+    check_prefix(out.shape[-2], num_prefix)
     if not num_prefix:
         return rotate(out, -angles, interleaved=interleaved)
+    if out.shape[-1] != 6 * angles.shape[-1]:
+        raise ValueError(
+            f"with prefix tokens, outputs for {angles.shape[-1]} angles per token need "
+            f"a width of {6 * angles.shape[-1]}, three parts, got {out.shape[-1]}"
+        )
     rotated, plain, prefix = jnp.split(widen(out), 3, axis=-1)
     rotated = rotate(rotated, -angles, interleaved=interleaved)
     is_prefix = np.arange(out.shape[-2])[:, None] < num_prefix

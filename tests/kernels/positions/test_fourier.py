@@ -218,6 +218,16 @@ def test_positions_may_be_real_of_three_axes_and_differ_between_examples():
             "head_dim 4 needs 2 angles per token, got 3",
         ),
         (
+            lambda: kernels.combine_rotary_values(
+                np.ones((5, 4)), np.ones((5, 2)), num_prefix=1
+            ),
+            "with prefix tokens, .* for 2 angles .* a width of 12, three parts, got 4",
+        ),
+        (
+            lambda: kernels.rotary_angles(np.ones((5, 1)), 4, torus=Torus((5, 5))),
+            r"positions of 1 axes need a torus of as many, got Torus\(\(5, 5\)\)",
+        ),
+        (
             lambda: kernels.table_spectrum(np.ones((12, 2)), torus=Torus((3, 3))),
             "3x3 tokens has 9 offsets, but the table 12 rows: leave out those of",
         ),

@@ -117,7 +117,8 @@ class PointTransformer(nn.Module):
                 channels]``, with at least one channel. Waves are computed in float32
                 from positions in float32, which is precise enough up to about 1,000:
                 subtract a mean or a corner of the set from larger ones first, in
-                float64.
+                float64. Waves are at first 6 units long or longer: scale positions such
+                that neighbours are about 1 apart.
             key_mask: True for points that exist, shape ``[batch, n]``; by default those
                 without a NaN. The others are padding.
             deterministic: Whether dropout is off.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import contextlib
 import ctypes
@@ -14,6 +15,7 @@ import os
 import platform
 import re
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -104,7 +106,8 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
         keep_compiled()
         try:
             try:
-                main(*args, **kwargs)
+                with _repeating_interrupts():
+                    main(*args, **kwargs)
             except SystemExit as error:
                 if not error.code:
                     _flush_output()
@@ -128,6 +131,32 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
             _leave(f"error: {text or error}", BAD_INPUT)
 
     return wrapped
+
+
+@contextlib.contextmanager
+def _repeating_interrupts() -> Iterator[None]:
+    """Repeats a Ctrl-C that Python drops, in the context.
+
+    Python reports and ignores what a callback raises that no code has called: JAX has
+    one for each garbage collection, which often is the first to run after long work
+    outside of Python.
+    """
+    before = sys.unraisablehook
+
+    def report(lost: Any) -> None:
+        if not issubclass(lost.exc_type, KeyboardInterrupt):
+            before(lost)
+            return
+        # Once the callback has returned: raised here, it would be lost again.
+        timer = threading.Timer(0.05, _thread.interrupt_main)
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _leave(message: str, code: int) -> NoReturn:

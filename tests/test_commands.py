@@ -10,8 +10,10 @@ import os
 import platform
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -595,6 +597,27 @@ def test_exit_codes_and_messages(error, code, said, capsys):
         main()
     assert raised.value.code == code
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_an_interrupt_in_a_callback_is_not_lost(capsys):
+    """Such as JAX's, which each garbage collection calls."""
+
+    class Callback:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    @command.entry_point
+    def main():
+        callback = Callback()
+        del callback
+        for _ in range(500):
+            time.sleep(0.01)
+
+    before = sys.unraisablehook
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    assert capsys.readouterr().err.startswith("interrupted: ")
+    assert sys.unraisablehook is before
 
 
 @pytest.mark.parametrize("error", [KeyError("k"), ValueError("not the package's")])

@@ -40,6 +40,8 @@ CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json
 # Dtypes of parameters in a file; another would round most of them to zero.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 EMBEDDING = "params.embedding.kernel"
+# Parameters of positions that are frequencies, or sums of them.
+FREQUENCIES = ("frequencies", "circulants")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -491,7 +493,9 @@ def save_pretrained(
             ``context_length``. Other keys are kept.
         variables: The model's variables.
         dtype: Dtype of the floats in the file, such as ``"float16"``; None keeps that
-            of the variables. `load_pretrained` returns the model's dtype.
+            of the variables. Frequencies of positions are float32 at least: angles of
+            far tokens would be wrong by radians. `load_pretrained` returns the model's
+            dtype.
         tokenizer: The contents of ``tokenizer.json``, if the data have one.
 
     Raises:
@@ -502,7 +506,10 @@ def save_pretrained(
     tensors = flatten(build(config), variables)
     if dtype is not None:
         dtype = _float_dtype(dtype)
-        tensors = {name: _narrow(name, x, dtype) for name, x in tensors.items()}
+        tensors = {
+            name: _narrow(name, x, _dtype_of(name, dtype))
+            for name, x in tensors.items()
+        }
     text = json.dumps(config, indent=2, default=list)
     folder = check_folder(folder, "folder")
     try:
@@ -529,6 +536,15 @@ def _float_dtype(dtype):
     if not known:
         raise ValueError(f"dtype={shorten(dtype)} must be one of {', '.join(FLOATS)}")
     return jnp.dtype(dtype)
+
+
+def _dtype_of(name, dtype):
+    """Returns the dtype of an array in a file whose floats have another dtype."""
+    part, _, last = name.rpartition(".")
+    # Positions multiply the rounding error of a frequency.
+    if part.startswith("params.position.") and last in FREQUENCIES:
+        return jnp.promote_types(dtype, jnp.float32)
+    return dtype
 
 
 def _narrow(name, array, dtype):

@@ -369,6 +369,33 @@ def test_weights_are_saved_in_half_precision(tmp_path):
         pretrained.save_pretrained(tmp_path, config, {"params": large}, dtype="float16")
 
 
+@pytest.mark.parametrize(
+    "position", ["fourier_bias + fourier_values", "circulant_string"]
+)
+def test_frequencies_of_positions_are_not_rounded(tmp_path, position):
+    """A token at position 1,000 would be turned by a radian."""
+    config = {"model": {"name": "gpt", "dim": 6, "num_heads": 2, "num_layers": 1}}
+    config["model"] |= {"mlp_dim": 7, "position": position}
+    config |= {"vocab_size": 11, "context_length": 5}
+    rng = np.random.default_rng(0)
+    variables = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype),
+        pretrained.abstract(pretrained.build(config), config),
+    )
+    pretrained.save_pretrained(tmp_path, config, variables, dtype="bfloat16")
+    loaded = relattn.load_pretrained(tmp_path).variables["params"]
+    same = {
+        jax.tree_util.keystr(path[-1:]): bool((old == new).all())
+        for (path, old), new in zip(
+            jax.tree_util.tree_leaves_with_path(variables["params"]),
+            jax.tree.leaves(loaded),
+            strict=True,
+        )
+    }
+    exact = {name for name, is_same in same.items() if is_same}
+    assert exact == {name for name in same if "frequencies" in name or "circ" in name}
+
+
 def read_by_the_format(path):
     """Reads a file by the documentation of its format."""
     data = path.read_bytes()

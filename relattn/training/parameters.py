@@ -18,6 +18,7 @@ import numpy as np
 
 from relattn.messages import closest, shorten
 from relattn.models import variable_names
+from relattn.nn.registry import POSITIONS
 
 # As timm does, decay leaves out these, whatever their shape.
 _NOT_DECAYED = ("cls", "position.")
@@ -179,7 +180,8 @@ def layer_scales(model: nn.Module, params: Any, decay: float) -> Any:
     """Computes the factor of each parameter's learning rate, smaller near the input.
 
     factor = decay^(L + 1 - l) for layer l = 1..L; l = 0 for what precedes the layers,
-    such as the embedding; l = L + 1 for what follows them, such as the head
+    such as the embedding; l = L + 1 for what follows them, such as the head. A layer
+    includes its part of a position encoding that acts in the attentions.
 
     Args:
         model: The model.
@@ -187,8 +189,8 @@ def layer_scales(model: nn.Module, params: Any, decay: float) -> Any:
         decay: ``config.optimizer.layer_decay``.
 
     Returns:
-        In the structure of ``params``, a factor for each array; for stacked layers one
-        for each, ``[layers, 1, ...]``.
+        In the structure of ``params``, a factor for each array; for arrays of several
+        layers one for each, ``[layers, 1, ...]``.
 
     Raises:
         ValueError: If the model has no layers.
@@ -219,12 +221,27 @@ def layer_scales(model: nn.Module, params: Any, decay: float) -> Any:
         return 0 if name.partition(".")[0] in _AFTER_LAYERS else last
 
     def scale(names: list[str], leaf: Any, stacked: bool) -> Any:
+        if _has_axis_of_layers(names[0], leaf, last - 1):
+            stacked, names = True, [f"layers.{layer}." for layer in range(last - 1)]
         factors = [decay ** exponent(name) for name in names]
         if not stacked:
             return factors[0]
         return np.reshape(factors, (-1, *[1] * (leaf.ndim - 1)))
 
     return map_parameters(scale, model, params)
+
+
+def _has_axis_of_layers(name: str, leaf: Any, num_layers: int) -> bool:
+    """Returns whether a parameter of a position encoding has a part for each layer."""
+    parts = name.split(".")
+    if parts[0] != "position":
+        return False
+    position = POSITIONS.get(re.sub(r"_\d+$", "", parts[1]))
+    if position is None or position.site == "tokens":
+        return False
+    if parts[-1] in position.shared_params:
+        return False
+    return leaf.shape[:1] == (num_layers,)
 
 
 def _names(model: nn.Module, params: Any) -> list[str]:

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from relattn.models import build_model
+from relattn.nn.registry import POSITIONS
 from relattn.training import default_config
 from relattn.training.config import complete, to_json
 from relattn.training.optimizer import make_optimizer, make_schedule
@@ -253,6 +254,40 @@ def test_what_pools_the_last_layer_learns_as_fast_as_the_head():
     }
     last = {"pool", "norm", "hidden", "head"}
     assert {name for name, found in factors.items() if found == {1.0}} == last
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        *(name for name, entry in POSITIONS.items() if entry.site != "none"),
+        "constrained_sincos(content_conditioned=True)",
+        "rotary_values(learned=True)",
+        "learned + rope2d_mixed + fourier_values(rank=1)",
+    ],
+)
+def test_what_acts_in_a_layer_learns_as_fast_as_the_layer(position):
+    def make(num_layers):
+        config = {"name": "vit", "dim": 8, "num_heads": 2, "mlp_dim": 4}
+        config |= {"patch_size": 2, "position": position, "num_layers": num_layers}
+        model = build_model(config, num_classes=3, image_shape=(4, 6, 1))
+        images = jnp.zeros((1, 4, 6, 1))
+        params = jax.eval_shape(lambda: model.init(jax.random.key(0), images))["params"]
+        return model, params
+
+    model, params = make(3)
+    shapes, others = (
+        {name: leaf.shape for name, leaf in flat(tree).items()}
+        for tree in (params, make(5)[1])
+    )
+    factors = {
+        name: np.ravel(value).tolist()
+        for name, value in flat(layer_scales(model, params, 0.5)).items()
+        if name.startswith("position/")
+    }
+    assert factors == {
+        name: [0.5**4] if shapes[name] == others[name] else [0.5**3, 0.5**2, 0.5]
+        for name in factors
+    }
 
 
 def test_layer_decay_needs_layers():

@@ -232,6 +232,9 @@ class Position(nn.Module):
     continuous: ClassVar[bool] = False
     # Whether tokens must be on a grid of two axes or more.
     needs_plane: ClassVar[bool] = False
+    # At other sites than ``tokens``: parameters that layers share; the others have a
+    # leading axis of layers.
+    shared_params: ClassVar[tuple[str, ...]] = ()
     # At the sites ``heads`` and ``values``: whether all heads encode keys and values
     # alike, so that heads can share them.
     takes_shared_keys: ClassVar[bool] = False

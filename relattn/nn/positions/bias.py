@@ -53,6 +53,7 @@ class T5Bias(Position):
     bidirectional: bool = True
     site: ClassVar[str] = "offset_bias"
     periodic: ClassVar[bool] = True
+    shared_params: ClassVar[tuple[str, ...]] = ("table",)
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
@@ -107,6 +108,7 @@ class SincosBias(Position):
     num_scales: int = 4
     site: ClassVar[str] = "offset_bias"
     periodic: ClassVar[bool] = True
+    shared_params: ClassVar[tuple[str, ...]] = ("frequencies",)
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:

@@ -251,6 +251,7 @@ class ConstrainedSincos(Position):
     site: ClassVar[str] = "heads"
     periodic: ClassVar[bool] = True
     takes_shared_keys: ClassVar[bool] = True
+    shared_params: ClassVar[tuple[str, ...]] = ("frequencies",)
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[ConstrainedSincosHeads]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import zipfile
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -114,7 +113,9 @@ def open_arrays(
     if not file.is_file():
         raise FileNotFoundError(f"the file {file} is missing: {remedy}")
     try:
-        if not zipfile.is_zipfile(file):
+        with file.open("rb") as opened:
+            is_archive = opened.read(2) == b"PK"
+        if not is_archive:
             raise ValueError("not a file of numpy.savez")
         # Objects would have to be unpickled.
         with np.load(file, allow_pickle=False) as opened:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from relattn.command import is_user_error
 from relattn.files import expand as expand
 from relattn.manifest import MANIFEST as MANIFEST
 from relattn.manifest import find_damage as find_damage
@@ -44,6 +45,8 @@ or set data.data_dir to other data
 def describe_error(error: BaseException) -> str:
     r"""Returns the type and the first line of an error, without a final period.
 
+    The message of a user error, see `relattn.command.is_user_error`, has no type.
+
     Args:
         error: A caught exception.
 
@@ -57,4 +60,5 @@ def describe_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
-    return f"{type(error).__name__}: {lines[0].removesuffix('.')}"
+    line = lines[0].removesuffix(".")
+    return line if is_user_error(error) else f"{type(error).__name__}: {line}"

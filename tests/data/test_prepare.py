@@ -66,7 +66,7 @@ def test_missing_tensorflow_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["--name=cifar10", f"--data_dir={tmp_path}"])
-    assert "cifar10 was not prepared: ImportError: TensorFlow is not installed: `" in (
+    assert "cifar10 was not prepared: TensorFlow is not installed: `" in (
         capsys.readouterr().err
     )
 

@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import json
 import pathlib
+import re
 import sys
 import types
 
@@ -203,7 +204,7 @@ def test_missing_datasets_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SystemExit):
         main(["--openwebtext", f"--output={tmp_path}", "--tokenizer=bytes"])
-    message = "ImportError: OpenWebText needs Hugging Face's datasets: `pip"
+    message = "not prepared: OpenWebText needs Hugging Face's datasets: `pip"
     assert message in capsys.readouterr().err
 
 
@@ -251,8 +252,9 @@ def test_invalid_utf8_is_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*arguments, "--tokenizer=bytes"])
     error = capsys.readouterr().err
-    assert "the text was not prepared: ValueError: " in error
-    assert "a.txt is not UTF-8 text (invalid continuation byte" in error
+    assert re.search(
+        "the text was not prepared: /.*a.txt is not UTF-8 text .invalid con", error
+    )
     # Nothing is left behind, so that the command can be repeated.
     assert not list((tmp_path / "out").iterdir())
 

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from relattn.json_files import DATA, check_json
-from relattn.messages import check_choice
+from relattn.messages import check_choice, shorten
 
 Batch = dict[str, np.ndarray]
 # Number of epochs whose draws are cached: several seeds may train together.
@@ -383,8 +383,11 @@ def fill_batch(batch: Batch, batch_size: int) -> Batch:
 
 def check_eval_batch(batch_size: int) -> None:
     """Checks that an evaluation batch has at least one example."""
-    if batch_size < 1:
-        raise ValueError(f"eval batch_size={batch_size} must be at least 1")
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ValueError(
+            "the batch_size of an evaluation must be an integer of at least 1, got "
+            f"{shorten(batch_size)}"
+        )
 
 
 class Loader:

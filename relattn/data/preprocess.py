@@ -216,14 +216,21 @@ def with_image_size(config: ConfigDict, info: DataInfo, size: int) -> ConfigDict
         A copy with another ``image_size``, and a ``short_side`` of photographs in the
         same proportion to it.
 
+    Raises:
+        ValueError: If ``size`` is not an integer.
+
     Example:
         >>> info = ImageInfo("mine", ("a",), (4, 4, 1), (0.5,), (1.0,), 7, "")
         >>> config = ConfigDict({"image_size": 4, "short_side": 6})
         >>> with_image_size(config, info, 8).short_side
         12
     """
+    if not isinstance(size, int | np.integer):
+        raise ValueError(
+            f"image_size must be an integer, the height and width, got {shorten(size)}"
+        )
     changed = ConfigDict(config.to_dict())
-    changed.image_size = size
+    changed.image_size = int(size)
     if config.get("short_side", 0):
         before = input_shape(config, info)[-2]
         changed.short_side = round(config.short_side * size / before)

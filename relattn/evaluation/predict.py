@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from relattn import command
-from relattn.data.base import ClassInfo
+from relattn.data.base import ClassInfo, check_eval_batch
 from relattn.data.folder import KINDS
 from relattn.files import expand, replace_file, usable_file
 from relattn.messages import check_choice, printable
@@ -210,7 +210,8 @@ def _predict_saved(
         )
     check_top(given.top, num_classes)
     apply = jax.jit(loaded.model.apply)
-    size = max(1, given.batch_size or BATCH_SIZE)
+    size = BATCH_SIZE if given.batch_size is None else given.batch_size
+    check_eval_batch(size)
     found = []
     for start in range(0, len(files), size):
         inputs = loaded.preprocess(files[start : start + size])

@@ -109,6 +109,11 @@ def build_model(
         >>> model.inputs
         'tokens'
     """
+    if not hasattr(config, "keys"):
+        raise ValueError(
+            "the options of a model must be a dictionary, such as {'name': 'vit'}, got "
+            f"{shorten(config)}"
+        )
     options = dict(config)
     name = options.pop("name", "")
     check_choice("model name", name, MODELS)
@@ -194,6 +199,10 @@ def _read_sizes(
         raise ValueError(
             f"model {name!r} is for {inputs} and needs {' and '.join(sizes)}: "
             f"the data are not {inputs}"
+        )
+    if sizes.get("num_classes", 0) < 0:
+        raise ValueError(
+            f"num_classes must be at least 0 (no head), got {sizes['num_classes']}"
         )
     if inputs == "images":
         shape = sizes.pop("image_shape")

@@ -86,6 +86,8 @@ def features_fn(
             "features needs a model whose tokens are patches, such as 'vit', got "
             f"{type(model).__name__}"
         )
+    if not isinstance(layers, Sequence):
+        raise ValueError(f"layers must be a list, such as [-1], got {layers!r}")
     count = model.num_layers
     for layer in layers:
         if not -count <= layer < count:

@@ -230,6 +230,11 @@ def check_config(config: ConfigDict) -> None:
     Example:
         >>> check_config(default_config())
     """
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            "config must be a ConfigDict, such as read_config('performer:smoke'), got "
+            f"{shorten(config)}"
+        )
     given = flatten(config)
     expected = flatten(default_config())
     for key in ("model", "data"):

@@ -15,7 +15,7 @@ from types import ModuleType
 from ml_collections import ConfigDict
 
 from relattn.command import lacks_resources, one_line
-from relattn.messages import closest
+from relattn.messages import closest, shorten
 from relattn.training.config import complete_model, default_config
 from relattn.training.initialize import take_model
 from relattn.training.overrides import override, typed_keys
@@ -55,6 +55,8 @@ def read_config(
         >>> read_config("demo:banded", ["--config.num_epochs=3"]).num_epochs
         3
     """
+    if isinstance(options, str):
+        raise ValueError(f"options must be a list of texts, got {shorten(options)}")
     path, _, argument = config.partition(":")
     if not path:
         raise ValueError(f"--config={config} names no file: {_HINT}")

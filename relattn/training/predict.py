@@ -138,7 +138,7 @@ def _inputs(
     run: Run, inputs: Any, batch_size: int, what: str, progress: bool
 ) -> Iterator[tuple[jax.Array, int]]:
     """Yields inputs of the model in batches of one size, and how many are a user's."""
-    key, total, batches = _stored(run, inputs, max(1, batch_size))
+    key, total, batches = _stored(run, inputs, batch_size)
     batch_size = max(1, min(batch_size, total))
     with tqdm(
         total=total,

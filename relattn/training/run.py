@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo, DataSource, EvalSplit, ImageSplit, PointSplit
+from relattn.data.base import check_eval_batch
 from relattn.data.images import check_labels
 from relattn.files import expand, hide_all_folders, hide_folders
 from relattn.messages import check_choice
@@ -104,7 +105,10 @@ class Run:
 
     def _batch_size(self, batch_size: int | None) -> int:
         """Returns a batch size; None is that of the configuration."""
-        return self.config.eval_batch_size if batch_size is None else batch_size
+        if batch_size is None:
+            return self.config.eval_batch_size
+        check_eval_batch(batch_size)
+        return batch_size
 
     def predict(
         self,

@@ -228,7 +228,7 @@ class SavedRun:
         """Returns the step of a seed's checkpoint."""
         if seed not in self.seeds:
             raise ValueError(
-                f"{self.workdir} has no seed {seed}; available: "
+                f"{self.workdir} has no seed {seed!r}; available: "
                 f"{', '.join(map(str, self.seeds))}"
             )
         history = self.histories[self.seeds.index(seed)]

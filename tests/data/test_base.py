@@ -140,7 +140,7 @@ def test_eval_batches_yield_every_example_once(n):
 
 
 def test_eval_batch_size_must_be_positive():
-    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="integer of at least 1, got 0"):
         next(random_split(3).batches(0))
 
 

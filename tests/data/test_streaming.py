@@ -152,7 +152,7 @@ def test_evaluation_uses_central_crops(config):
             else:
                 assert not image.any()
     assert sorted(found) == list(range(7))
-    with pytest.raises(ValueError, match="eval batch_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="integer of at least 1, got 0"):
         list(load_data(config).eval_splits["test"].batches(0))
 
 

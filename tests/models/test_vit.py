@@ -177,6 +177,9 @@ def test_layers_and_models_without_features_are_refused():
     model, variables, images = make()
     with pytest.raises(ValueError, match=r"layers has 3, .* expected -3 \.\. 2"):
         features(model, variables, images, layers=(0, 3))
+    message = r"layers must be a list, such as \[-1\], got -1"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        features(model, variables, images, layers=-1)
     cnn = build_model({"name": "vgg16"}, num_classes=5, image_shape=(32, 32, 3))
     with pytest.raises(ValueError, match="tokens are patches, .* got Vgg16"):
         features(cnn, {}, images)

@@ -2,9 +2,16 @@ import pytest
 from ml_collections import ConfigDict
 
 from relattn.data import TextInfo, image_options
-from relattn.training import check_config, default_config
+from relattn.models import build_model
+from relattn.training import (
+    check_config,
+    default_config,
+    read_config,
+    train_and_evaluate,
+)
 from relattn.training.config import complete, differences, to_json
 from relattn.training.task import Task
+from tests.helpers.export import unchecked_annotations
 
 
 def changed(key, value):
@@ -122,6 +129,23 @@ def test_unknown_and_missing_keys():
     del config.model
     with pytest.raises(ValueError, match=r"config.model is missing"):
         check_config(config)
+
+
+@pytest.mark.parametrize("given", ["performer:smoke", {"model": {}}, None])
+def test_what_is_no_configuration_is_refused(given, tmp_path):
+    message = r"config must be a ConfigDict, such as read_config\('performer:smoke'\)"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        train_and_evaluate(given, tmp_path)
+
+
+def test_options_and_models_of_other_types_are_refused():
+    with unchecked_annotations():
+        with pytest.raises(ValueError, match="options must be a list of texts, got '-"):
+            read_config("performer:smoke", "--config.num_steps=3")
+        with pytest.raises(ValueError, match="must be a dictionary, .* got 'vit'"):
+            build_model("vit", num_classes=3, image_shape=(8, 8, 1))
+    with pytest.raises(ValueError, match="num_classes must be at least 0 .* got -1"):
+        build_model({"name": "vit"}, num_classes=-1, image_shape=(8, 8, 1))
 
 
 def test_differences_leave_free_keys_out():

@@ -1,5 +1,6 @@
 import csv
 import dataclasses
+import functools
 import io
 import json
 import shutil
@@ -60,6 +61,26 @@ def test_batches_are_those_of_the_evaluation(workdir):
     changed.predict(test.images)
     training.evaluate(changed, test, devices=jax.devices()[:1])
     assert seen == {11}
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "3"])
+def test_batches_without_examples_are_refused(workdir, size):
+    run = training.load_run(workdir)
+    images = np.zeros((2, 5, 3, 1), np.uint8)
+    predict, features = (
+        functools.partial(call, images) for call in (run.predict, run.features)
+    )
+    for call in (predict, features, run.evaluate):
+        message = f"integer of at least 1, got {size!r}"
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            call(batch_size=size)
+
+
+@pytest.mark.parametrize("size", ["42", (42, 42), 42.0])
+def test_an_image_size_is_an_integer(workdir, size):
+    message = "image_size must be an integer, the height and width"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        training.load_run(workdir, image_size=size)
 
 
 def test_predict_takes_arrays_pil_images_and_files(workdir, tmp_path):

@@ -150,7 +150,7 @@ def test_evaluation_predicts_every_token_once(n, batch_size):
 
 
 def test_eval_batch_size_of_0_raises():
-    with pytest.raises(ValueError, match="batch_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="integer of at least 1, got 0"):
         next(make_split(23).batches(0))
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.export import is_symbolic_dim
 from jaxtyping import AbstractArray, Array, Bool, Int
 
@@ -152,7 +153,7 @@ def check_position(index: Any, length: Any) -> None:
     Example:
         >>> check_position(6, 7)
     """
-    if isinstance(index, jax.core.Tracer) or is_symbolic_dim(length):
+    if isinstance(index, Tracer) or is_symbolic_dim(length):
         return
     if not 0 <= int(index) < length:
         raise ValueError(

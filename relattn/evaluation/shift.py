@@ -320,8 +320,8 @@ def shifted_predictions(
     num_moves = len(shifts) + NUM_RANDOM_SHIFTS
     predicted = np.full((len(split), num_moves), NOT_ALLOWED, np.int32)
     resize = functools.partial(preprocess, image_size=size + 2 * margin)
-    draws = run.config.eval_draws if draws is None else draws
-    predict = make_predict_fn(run, draws)
+    num_draws = run.config.eval_draws if draws is None else draws
+    predict = make_predict_fn(run, num_draws)
     shift = make_shift_fn(run, boundary, margin)
     name = name or Path(run.workdir).name
     labels = []
@@ -369,7 +369,7 @@ def shifted_predictions(
         labels=np.concatenate(labels),
         boundary=boundary,
         settings=_settings(run),
-        draws=int(draws),
+        draws=int(num_draws),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.export
@@ -370,7 +370,7 @@ def _evaluate(feature_map, x):
         )
     if given:
         return features
-    values = widen(features)
+    values = widen(cast(Array, features))
     return Features(values, jnp.zeros_like(values[..., :1]))
 
 

@@ -343,9 +343,9 @@ def load_pretrained(
     if image_size is not None:
         if module.inputs != "images":
             raise ValueError(f"image_size={image_size} needs a model of images")
-        size = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
+        pair: Any = image_size if np.ndim(image_size) else (image_size,) * 2
         *frames, height, width, channels = config["image_shape"]
-        size, old = (*frames, *size), (*frames, height, width)
+        size, old = (*frames, *pair), (*frames, height, width)
         variables = resize_images(module, variables, old, size)
         before = min(height, width)
         config = {**config, "image_shape": [*size, channels]}

@@ -288,7 +288,7 @@ class Position(nn.Module):
                 f"expected a list of {self.num_layers} relattn.LayerPosition, one for "
                 "each layer"
             )
-        return layers
+        return found
 
     def check_grid(self, grid: Grid | Points) -> None:
         """Raises ValueError if the encoding is not for points, a torus, or a line."""

@@ -374,13 +374,24 @@ def _finite(text: str) -> float:
 
 def _import(name: str) -> None:
     """Imports a module from the Python path or the current folder."""
+    if name.endswith(".py") or "/" in name:
+        module = Path(name).stem
+        raise ValueError(
+            f"--import={name} is a file: pass the name of its module, "
+            f"--import={module}, in its folder"
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         importlib.import_module(name)
     except Exception as error:
+        fix = "correct the module"
+        if isinstance(error, ModuleNotFoundError) and name.startswith(
+            error.name or "-"
+        ):
+            fix = "run the command in the module's folder, or add that to PYTHONPATH"
         raise ValueError(
-            f"--import={name} failed ({type(error).__name__}: {one_line(error)})"
+            f"--import={name} failed ({type(error).__name__}: {one_line(error)}): {fix}"
         ) from error
 
 

@@ -655,14 +655,20 @@ def test_help_without_docstrings(program, monkeypatch, capsys):
 
 def test_import_runs_a_module_of_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "registers_a_mean.py").write_text(
-        "import relattn\n\nclass Mean(relattn.MultiHeadAttention):\n    pass\n\n"
+        "import relattn\n\nclass Mean(relattn.MultiHeadAttention):\n"
+        "    def attend(self, q, k, v, context):\n        return v\n\n"
         "relattn.register_attention('imported_mean', Mean)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     parser = command.Parser("python x.py", "Does nothing.")
-    with pytest.raises(ValueError, match="--import=no.such failed .ModuleNotFoundErr"):
+    fix = "run the command in the module's folder, or add that to PYTHONPATH"
+    with pytest.raises(ValueError, match=f"--import=no.such failed .Module.*: {fix}$"):
         parser.parse_args(["--import=no.such"])
+    for file in ("registers_a_mean.py", f"{tmp_path}/registers_a_mean.py"):
+        message = f"--import={file} is a file: pass .*, --import=registers_a_mean, in"
+        with pytest.raises(ValueError, match=message):
+            parser.parse_args([f"--import={file}"])
     assert "imported_mean" not in ATTENTIONS
     parser.parse_args(["--import=registers_a_mean"])
     assert ATTENTIONS.pop("imported_mean").__name__ == "Mean"

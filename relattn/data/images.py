@@ -408,7 +408,8 @@ def draw_validation(
         >>> sorted(draw_validation(3, 2, 0).tolist())
         [0, 2]
     """
-    if not 0 <= num_validation < num_examples:
+    is_integer = isinstance(num_validation, int | np.integer)
+    if not is_integer or not 0 <= num_validation < num_examples:
         raise ValueError(
             f"data.num_validation={shorten(num_validation)} must be from 0 to "
             f"{num_examples - 1}, to leave some of the {num_examples} training images "

@@ -153,7 +153,14 @@ def load_data(config: ConfigDict) -> DataSource:
     kind = "points" if source in ("points", "mnist_points") else kind
     make_mix(config.get("mix", "none"), kind)
     make_erase(config.get("erase", "none"), kind)
-    return LOADERS[source](config)
+    data = LOADERS[source](config)
+    if not isinstance(data, DataSource):
+        raise ValueError(
+            f"the loader of data.source={source!r} returned {type(data).__name__}: "
+            "return a data set, such as ImageData.from_arrays(...), see "
+            "relattn.data.DataSource"
+        )
+    return data
 
 
 @reading_data()
@@ -412,7 +419,8 @@ def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None
         loader: Loads the data from the options ``config.data``.
 
     Raises:
-        ValueError: If relattn uses the name, or it is not a Python identifier.
+        ValueError: If relattn uses the name, it is not a Python identifier, or the
+            loader is no function.
 
     Example:
         >>> from ml_collections import ConfigDict
@@ -428,7 +436,12 @@ def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None
         >>> load_data(config).info.num_train
         4
     """
-    if not name.isidentifier() or name in BUILT_IN:
+    if not callable(loader):
+        raise ValueError(
+            f"{shorten(name)} needs a function of the options config.data that returns "
+            f"the data, got {shorten(loader)}"
+        )
+    if not isinstance(name, str) or not name.isidentifier() or name in BUILT_IN:
         raise ValueError(
             f"{shorten(name)} cannot be registered: choose a Python identifier "
             f"that is not one of {', '.join(sorted(BUILT_IN))}"

@@ -167,7 +167,8 @@ def register_metric(name: str, metric: Metric) -> None:
         metric: How the metric is counted and printed.
 
     Raises:
-        ValueError: If relattn uses the name, or it is not a Python identifier.
+        ValueError: If relattn uses the name, it is not a Python identifier, or
+            ``metric`` is not a `Metric`.
 
     Example:
         >>> def confidence(logits, labels):
@@ -177,7 +178,13 @@ def register_metric(name: str, metric: Metric) -> None:
         'confidence 87.5%'
         >>> del METRICS["confidence"]
     """
-    if not name.isidentifier() or name in BUILT_IN or name in RESERVED:
+    if not isinstance(metric, Metric):
+        raise ValueError(
+            f"metric {shorten(name)} must be a Metric, such as Metric(function), got "
+            f"{shorten(metric)}"
+        )
+    is_name = isinstance(name, str) and name.isidentifier()
+    if not is_name or name in BUILT_IN or name in RESERVED:
         raise ValueError(
             f"a metric cannot have the name {shorten(name)}: choose a Python "
             f"identifier other than {', '.join([*METRICS, *RESERVED])}"

@@ -11,6 +11,7 @@ from relattn.data.images import (
     draw_validation,
     split_validation,
 )
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.shards import check_shards_equal_batches
 
 
@@ -45,10 +46,10 @@ def test_validation_split_does_not_copy():
     assert np.shares_memory(validation.images, split.images)
 
 
-@pytest.mark.parametrize("num_validation", [-1, 23, 24])
+@pytest.mark.parametrize("num_validation", [-1, 23, 24, 0.1])
 def test_num_validation_out_of_range_raises(num_validation):
     message = f"data.num_validation={num_validation} must be from 0 to 22"
-    with pytest.raises(ValueError, match=message):
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
         split_validation(numbered_split(23), num_validation, 0)
 
 

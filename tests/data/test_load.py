@@ -13,6 +13,7 @@ from relattn.data.base import ImageInfo
 from relattn.data.images import ImageData, ImageSplit
 from relattn.data.load import image_options, load_data, load_images, register_data
 from relattn.data.preprocess import make_preprocess
+from tests.helpers.export import unchecked_annotations
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -85,6 +86,23 @@ def test_reading_does_not_import_tensorflow(tmp_path):
         "assert 'tensorflow' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("returned", [None, np.zeros((7, 5, 3, 1))])
+def test_a_loader_that_returns_no_data_is_refused(registries, returned):
+    register_data("mine", lambda config: returned)
+    kind = type(returned).__name__
+    message = f"the loader of data.source='mine' returned {kind}: return a data set"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        load_data(ConfigDict({"source": "mine"}))
+
+
+def test_what_is_no_loader_is_refused():
+    with unchecked_annotations():
+        with pytest.raises(ValueError, match="'mine' needs a function of the options"):
+            register_data("mine", 3)
+        with pytest.raises(ValueError, match="None cannot be registered: choose a P"):
+            register_data(None, load_data)
 
 
 def test_a_source_of_relattn_is_not_replaced():

@@ -14,6 +14,7 @@ from relattn.training.metrics import (
     smoothed_cross_entropy,
 )
 from relattn.training.metrics_log import read_rows
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import quick_jit
 from tests.training.conftest import make_data
 
@@ -65,6 +66,12 @@ def test_a_registered_metric_is_counted_and_printed(
 def test_a_metric_has_a_new_name(name):
     with pytest.raises(ValueError, match=f"cannot have the name '{name}': choose a"):
         register_metric(name, Metric(is_second))
+
+
+def test_what_is_no_metric_is_refused():
+    message = r"'second' must be a Metric, such as Metric\(function\), got <function"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        register_metric("second", is_second)
 
 
 def test_a_metric_has_a_value_for_each_label(monkeypatch):

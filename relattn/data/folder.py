@@ -16,6 +16,8 @@ from relattn.data.image_list import (
 KINDS = {suffix: kind for kind, suffixes in FORMATS.items() for suffix in suffixes}
 # Names of the folder of validation images.
 VALIDATION = ("validation", "val", "valid")
+# Names of folders, in lower case, that look like splits.
+_LIKE_SPLITS = {"train", "training", "test", "testing", "dev", "eval", *VALIDATION}
 LAYOUT = (
     "expected train/<class>/*.jpg, and optionally the same in validation and test (or "
     f"{', '.join(suffix for suffix in KINDS if suffix != '.jpg')})"
@@ -25,8 +27,9 @@ LAYOUT = (
 def find_files(root: Path) -> ImageList:
     """Lists the images of a folder, ``train/<class>/*`` and ``test/<class>/*``.
 
-    Hidden files and folders are left out. Other folders, sub-folders of classes,
-    classes without images and other files are left out and named.
+    Hidden files and folders are left out. Sub-folders of classes, classes without
+    images, other files, and folders that look like another split, such as ``Test``, are
+    left out and named.
 
     Args:
         root: The folder that holds ``train`` and, optionally, ``validation`` (or
@@ -51,9 +54,13 @@ def find_files(root: Path) -> ImageList:
         )
     validation = _list_images(root / held_out[0], left_out) if held_out else []
     test = _list_images(root / "test", left_out) if (root / "test").exists() else []
-    split_names = ("train", "test", *VALIDATION)
-    others = [path for path in _visible(root) if path.is_dir()]
-    others = [path for path in others if path.name not in split_names]
+    others = [
+        path
+        for path in _visible(root)
+        if path.is_dir()
+        and path.name not in ("train", "test", *VALIDATION)
+        and path.name.lower() in _LIKE_SPLITS
+    ]
     if others:
         left_out.append(f"other folders: {_names(others, root)}")
     kinds = {KINDS[image.path.suffix.lower()] for image in train + validation + test}

@@ -10,6 +10,7 @@ from relattn.data.image_list import (
     ImageFile,
     ImageList,
     check_classes,
+    check_several_classes,
     list_names,
 )
 
@@ -42,7 +43,8 @@ def find_files(root: Path) -> ImageList:
     Raises:
         FileNotFoundError: If ``root`` or its folder ``train`` is missing.
         ValueError: If a folder holds no images, an image belongs to a class without
-            training images, or there are two folders of validation images.
+            training images, all training images are of one class, or there are two
+            folders of validation images.
     """
     left_out: list[str] = []
     train = _list_images(root / "train", left_out)
@@ -68,6 +70,7 @@ def find_files(root: Path) -> ImageList:
     if not test:
         origin += ", without test/: the validation images are the test images"
     names = tuple(sorted({image.class_name for image in train}))
+    check_several_classes(names, str(root / "train"))
     images = ImageList(root, train, test, names, origin, left_out, validation)
     check_classes(images)
     return images

@@ -83,10 +83,11 @@ def test_origin_names_the_file_formats(root):
 
 
 def test_grey_images_have_one_channel(tmp_path):
-    write(tmp_path, "train/a/1.png", np.full((3, 5), 7))
+    for name in ("train/a/1.png", "train/b/1.png"):
+        write(tmp_path, name, np.full((3, 5), 7))
     write(tmp_path, "test/a/1.png", np.full((3, 5), 11))
     train, test, *_ = read_folder(tmp_path)
-    assert train.images.shape == (1, 3, 5, 1)
+    assert train.images.shape == (2, 3, 5, 1)
     assert (test.images == 11).all()
 
 
@@ -121,24 +122,25 @@ def test_validation_images_of_a_folder_are_used(root, name):
 
 
 def test_16_bit_greys_are_read(tmp_path):
-    path = write(tmp_path, "train/a/1.png", np.zeros((3, 5)))
-    Image.fromarray(np.full((3, 5), 1000, np.uint16)).save(path)
+    for name in ("train/a/1.png", "train/b/1.png"):
+        path = write(tmp_path, name, np.zeros((3, 5)))
+        Image.fromarray(np.full((3, 5), 1000, np.uint16)).save(path)
     images = read_folder(tmp_path)[0].images
-    assert images.shape == (1, 3, 5, 1) and (images == 3).all()
+    assert images.shape == (2, 3, 5, 1) and (images == 3).all()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_8_bit_modes_are_read(tmp_path, mode):
     suffix, error = ("jpg", 4) if mode == "CMYK" else ("png", 0)
     image = Image.new("RGB", (5, 3), (255, 0, 51)).convert(mode)
-    for part in ("train", "test"):
-        path = tmp_path / part / "a" / f"1.{suffix}"
+    for part in ("train/a", "train/b", "test/a"):
+        path = tmp_path / part / f"1.{suffix}"
         path.parent.mkdir(parents=True)
         image.save(path)
     kind = "L" if mode in ("1", "L", "LA") else "RGB"
     expected = np.atleast_3d(np.asarray(image.convert(kind), int))
     images = read_folder(tmp_path)[0].images
-    assert images.shape == (1, *expected.shape)
+    assert images.shape == (2, *expected.shape)
     assert abs(images[0] - expected).max() <= error
 
 
@@ -198,6 +200,12 @@ def test_class_without_training_images_raises(root):
         read_folder(root)
 
 
+def test_a_single_class_raises(tmp_path):
+    write(tmp_path, "train/all/1.png", np.zeros((3, 5, 3)))
+    with pytest.raises(ValueError, match="are of one class, 'all': add images of anot"):
+        find_files(tmp_path)
+
+
 def test_missing_folder_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train is missing: expected train/"):
         read_folder(tmp_path)
@@ -205,7 +213,8 @@ def test_missing_folder_raises(tmp_path):
 
 def test_without_test_images_those_of_validation_are_used(tmp_path):
     for index in range(7):
-        write(tmp_path, f"train/a/{index}.webp", np.full((3, 5, 3), index))
+        name = f"train/{'ab'[index % 2]}/{index}.webp"
+        write(tmp_path, name, np.full((3, 5, 3), index))
     config = ConfigDict({"name": "mine", "source": "folder", "num_validation": 2})
     config.data_dir = str(tmp_path)
     data = load_data(config)
@@ -363,7 +372,7 @@ def test_images_are_read_upright_and_on_a_background(tmp_path):
     pixels = np.zeros((5, 3, 4), np.uint8)
     pixels[1:, :, 3], pixels[..., 0] = 255, 200
     path = write(tmp_path, "train/a/1.png", pixels)
-    write(tmp_path, "train/a/2.png", np.zeros((3, 5, 3)))
+    write(tmp_path, "train/b/2.png", np.zeros((3, 5, 3)))
     Image.fromarray(pixels).save(path, exif=exif)
     config = ConfigDict({"name": "mine", "source": "folder", "background": "#0000ff"})
     config.update(data_dir=str(tmp_path), num_validation=1)

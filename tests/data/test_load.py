@@ -170,7 +170,7 @@ def test_equal_pixels_are_refused_when_the_data_are_standardised(tmp_path):
         pixels = np.full((5, 3, 3), value, np.uint8)
         # One channel is the same everywhere.
         pixels[..., 1] = 7
-        path = tmp_path / "train" / "a" / f"{index}.png"
+        path = tmp_path / "train" / "aab"[index] / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path)
     config = image_options("mine", 5, source="folder", data_dir=str(tmp_path))
@@ -223,9 +223,9 @@ def test_options_without_effect_on_a_folder_are_refused(tmp_path):
         config.update(num_validation=1, **change)
         return load_data(config)
 
-    folder = tmp_path / "train" / "a"
-    folder.mkdir(parents=True)
-    for index in range(3):
+    for index, name in enumerate("aab"):
+        folder = tmp_path / "train" / name
+        folder.mkdir(parents=True, exist_ok=True)
         Image.new("L", (5, 5), 40 * index).save(folder / f"{index}.png")
     assert load(background="black").info.num_train == 2
     for option in ("num_workers", "short_side"):

@@ -492,6 +492,7 @@ def evaluate(
     draw = functools.partial(draw_features, draws=draws) if draws > 1 else None
     evaluator = Evaluator(step, parallel, draw)
     key = jax.random.key(run.config.seed)
-    size = run._batch_size(batch_size)
+    # Not more than there are: the rest would be padding.
+    size = min(run._batch_size(batch_size), max(len(split), 1))
     (result,) = evaluator(parallel.place(run.variables), split, size, key=key)
     return result

@@ -37,6 +37,8 @@ def test_predictions_equal_the_evaluation(workdir, config, finished):
     assert run.data.class_names == ("left", "middle", "right")
     assert run.data.image_shape == (5, 3, 1)
     test = make_data().test
+    # A batch holds at most all examples.
+    assert training.evaluate(run, test, batch_size=10**9)["count"] == len(test)
     scores = training.evaluate(run, test, batch_size=8)
     np.testing.assert_allclose(scores["accuracy"], result["test_accuracy"])
     np.testing.assert_allclose(scores["loss"], result["test_loss"], rtol=1e-5)

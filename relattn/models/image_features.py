@@ -90,9 +90,9 @@ def features_fn(
         raise ValueError(f"layers must be a list, such as [-1], got {layers!r}")
     count = model.num_layers
     for layer in layers:
-        if not -count <= layer < count:
+        if layer not in range(-count, count):
             raise ValueError(
-                f"layers has {layer}, but the model has {count} layers: expected "
+                f"layers has {layer!r}, but the model has {count} layers: expected "
                 f"{-count} .. {count - 1}"
             )
     # Without a head, the output is what it would read.

@@ -192,10 +192,10 @@ def attention_weights(
             raise ValueError("inputs is empty: pass at least one example")
         inputs = jnp.asarray(run.preprocess({key: batch}))
     layers = models.attention_weights(run.model, run.variables, inputs)
-    if not -len(layers) <= layer < len(layers):
+    if layer not in range(-len(layers), len(layers)):
         raise ValueError(
-            f"layer={layer}: the model has layers 0 to {len(layers) - 1}, or -1 for "
-            "the last"
+            f"layer={shorten(layer)}: the model has layers 0 to {len(layers) - 1}, or "
+            "-1 for the last"
         )
     return np.asarray(layers[layer])
 

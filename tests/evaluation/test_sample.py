@@ -17,6 +17,7 @@ from relattn.evaluation import sample as sample_lib
 from relattn.evaluation.report import report
 from relattn.models.pretrained import abstract, build, save_pretrained
 from relattn.training import saved_run
+from tests.helpers.export import unchecked_annotations
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +131,10 @@ def test_attention_weights_of_a_text(workdir):
     assert weights.shape == (1, 2, 5, 5)
     np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
     assert not np.triu(weights, 1).any()
-    with pytest.raises(ValueError, match="layer=1: the model has layers 0 to 0, or -1"):
-        run.attention_weights("To be", layer=1)
+    for layer in (1, "0", 0.5):
+        message = f"layer={layer!r}: the model has layers 0 to 0, or -1"
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            run.attention_weights("To be", layer=layer)
 
 
 def save(workdir, folder, name):

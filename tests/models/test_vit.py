@@ -175,8 +175,10 @@ def test_a_layer_is_the_last_of_a_shorter_model():
 
 def test_layers_and_models_without_features_are_refused():
     model, variables, images = make()
-    with pytest.raises(ValueError, match=r"layers has 3, .* expected -3 \.\. 2"):
-        features(model, variables, images, layers=(0, 3))
+    for layer in (3, -4, 0.5, "1"):
+        message = rf"layers has {layer!r}, .* expected -3 \.\. 2"
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            features(model, variables, images, layers=(0, layer))
     message = r"layers must be a list, such as \[-1\], got -1"
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         features(model, variables, images, layers=-1)

@@ -205,15 +205,16 @@ def damaged(draw, files):
 
 
 @given(
-    st.lists(good_images, min_size=2, max_size=4),
+    st.lists(good_images, min_size=3, max_size=5),
     st.none() | other_images | damaged(good_images) | damaged(other_images),
-    st.sampled_from(["a", "b"]),
+    st.sampled_from(["a", "b", "c"]),
 )
 def test_any_files_load_as_images_or_raise(files, last, test_class):
     files = files if last is None else [*files, last]
     with tempfile.TemporaryDirectory() as folder, allow_user_error(OSError):
         for index, content in enumerate(files):
-            subfolder = f"test/{test_class}" if index == 0 else "train/a"
+            subfolders = (f"test/{test_class}", "train/b", *["train/a"] * len(files))
+            subfolder = subfolders[index]
             file = Path(folder, subfolder, f"{index}.png")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
@@ -243,7 +244,7 @@ def test_any_image_settings_are_valid_or_raise(
     num_validation, split_seed, canvas, image_size, placement
 ):
     with tempfile.TemporaryDirectory() as folder, allow_user_error():
-        for index, part in enumerate(["test/a", "train/a", "train/a", "train/a"]):
+        for index, part in enumerate(["test/a", "train/a", "train/b", "train/a"]):
             file = Path(folder, part, f"{index}.png")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(encode((5, 3), "L", "PNG"))

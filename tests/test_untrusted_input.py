@@ -186,7 +186,7 @@ def hostile(payload, request):
 
 
 def read_image_folder(folder, hostile):
-    for name in ("train/a/1.png", "train/a/2.png", "test/a/1.png"):
+    for name in ("train/a/1.png", "train/a/2.png", "train/b/1.png", "test/a/1.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (5, 3)).save(folder / name)
     (folder / "train/a/2.png").write_bytes(hostile)

@@ -55,7 +55,7 @@ def test_tests_and_notebooks_need_no_guard():
 @pytest.mark.slow
 def test_a_real_script_ends_with_the_sentence(tmp_path):
     for index in range(4):
-        path = tmp_path / "train" / "a" / f"{index}.png"
+        path = tmp_path / "train" / "aabb"[index] / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (5 + index, 7)).save(path)
     script = tmp_path / "script.py"

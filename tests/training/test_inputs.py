@@ -166,7 +166,11 @@ def test_inputs_of_photographs(tmp_path, config, standardize):
 
 @pytest.mark.slow
 def test_inputs_of_photographs_at_another_size(tmp_path, config):
-    files = write_photographs(tmp_path / "train" / "a")
+    files = [
+        file
+        for name in ("a", "b")
+        for file in write_photographs(tmp_path / "train" / name)
+    ]
     config.data.update(name="mine", source="folder", data_dir=str(tmp_path))
     config.data.update(image_size=8, short_side=11, num_validation=3)
     data = data_lib.load_data(config.data)
@@ -189,7 +193,8 @@ def test_inputs_of_photographs_at_another_size(tmp_path, config):
 
 
 def test_unmoved_crops_of_a_larger_image_are_the_inputs(tmp_path, config, monkeypatch):
-    write_photographs(tmp_path / "train" / "a")
+    for name in ("a", "b"):
+        write_photographs(tmp_path / "train" / name)
     config.data.update(name="mine", source="folder", data_dir=str(tmp_path))
     # Odd margins round to even.
     config.data.update(image_size=SIZE, short_side=23, num_validation=5)

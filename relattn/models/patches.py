@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import jax.numpy as jnp
@@ -70,8 +69,10 @@ def patch_sides(patch_size: Any, axes: int = 2) -> tuple[int, ...]:
     """
     several = isinstance(patch_size, list | tuple | np.ndarray)
     sides = tuple(patch_size) if several else (patch_size,) * axes
-    whole = [isinstance(side, Integral) and type(side) is not bool for side in sides]
-    if len(sides) != axes or not all(whole):
+    if len(sides) != axes or not all(
+        isinstance(side, int | np.integer) and not isinstance(side, bool)
+        for side in sides
+    ):
         raise ValueError(
             "patch_size must be a whole number of pixels, or "
             f"{_SIDES.get(axes, f'{axes}, one for each axis')}, got "

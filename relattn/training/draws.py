@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from relattn.kernels.platform import first_carry
@@ -50,7 +50,8 @@ def check_draws(draws: int, random_features: Any, *, key: str = "draws") -> None
     Example:
         >>> check_draws(1, {})
     """
-    if isinstance(draws, bool) or not isinstance(draws, Integral) or draws < 1:
+    is_integer = isinstance(draws, int | np.integer) and not isinstance(draws, bool)
+    if not is_integer or draws < 1:
         raise ValueError(
             f"{key} must be an integer of at least 1, got {shorten(draws)}"
         )

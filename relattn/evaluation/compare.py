@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from relattn.data import ImageInfo, ImageSplit, StreamedSplit
 from relattn.evaluation.shift import (
     ShiftedPredictions,
@@ -84,7 +86,7 @@ def compare(
     class_name: str = "1",
     num_images: int | None = None,
     boundary: str = "zeros",
-    draws: int | None = None,
+    draws: int | np.integer | None = None,
     find_published: FindPublished | None = None,
     on_load: Callable[[Run], None] | None = None,
 ) -> Comparison:
@@ -137,7 +139,7 @@ def compare(
     )
 
 
-def _check_draws(run: ShiftRun, draws: int) -> None:
+def _check_draws(run: ShiftRun, draws: int | np.integer) -> None:
     features = run.saved.task.abstract_state.random_features
     try:
         check_draws(draws, features)

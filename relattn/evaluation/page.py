@@ -93,7 +93,7 @@ class Page:
         descriptions: Sequence[str] = (),
         max_shift: int = 8,
         boundary: str = "circular",
-        draws: int | None = None,
+        draws: int | np.integer | None = None,
         num_shown: int = 30,
         num_images: int = 40,
         progress: bool = True,

@@ -275,7 +275,7 @@ def shifted_predictions(
     max_shift: int = 8,
     axis: str = "x",
     boundary: str = "zeros",
-    draws: int | None = None,
+    draws: int | np.integer | None = None,
     progress: bool = True,
 ) -> ShiftedPredictions:
     """Predicts every image at every shift that the image allows, and at random shifts.

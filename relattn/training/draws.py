@@ -35,7 +35,9 @@ def stream_key(key: Key[Array, ""], name: str) -> Key[Array, ""]:
     return jax.random.fold_in(key, zlib.crc32(name.encode()))
 
 
-def check_draws(draws: int, random_features: Any, *, key: str = "draws") -> None:
+def check_draws(
+    draws: int | np.integer, random_features: Any, *, key: str = "draws"
+) -> None:
     """Checks that a model can be evaluated with some number of draws.
 
     Args:

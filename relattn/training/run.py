@@ -97,7 +97,7 @@ class Run:
         """The functions of `make_predict_fn` by their number of draws."""
         return {}
 
-    def _num_draws(self, draws: int | None) -> int:
+    def _num_draws(self, draws: int | np.integer | None) -> int:
         """Returns a checked number of draws; None is that of the configuration."""
         draws = int(self.config.eval_draws) if draws is None else draws
         check_draws(draws, self.variables.get("random_features"))
@@ -115,7 +115,7 @@ class Run:
         inputs: Any,
         *,
         batch_size: int | None = None,
-        draws: int | None = None,
+        draws: int | np.integer | None = None,
         progress: bool = True,
     ) -> Predictions:
         """Predicts the classes of images or of sets of points.
@@ -185,7 +185,7 @@ class Run:
         *,
         split: str | None = None,
         batch_size: int | None = None,
-        draws: int | None = None,
+        draws: int | np.integer | None = None,
         bpe_dir: str = "",
     ) -> dict[str, float]:
         """Evaluates the run.
@@ -403,7 +403,7 @@ Inputs = (
 
 
 def make_predict_fn(
-    run: Run, draws: int | None = None
+    run: Run, draws: int | np.integer | None = None
 ) -> Callable[[Inputs], Float[Array, "batch ... classes"]]:
     """Returns a compiled function from preprocessed images, points or tokens to logits.
 
@@ -442,7 +442,7 @@ def evaluate(
     batch_size: int | None = None,
     devices: Sequence[Device] | None = None,
     info: DataInfo | None = None,
-    draws: int | None = None,
+    draws: int | np.integer | None = None,
 ) -> dict[str, float]:
     """Evaluates a run on a split of a data set.
 

@@ -94,15 +94,15 @@ def test_unknown_name_is_an_error(capsys):
     assert "invalid choice: 'minst'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @needs_tensorflow
+@pytest.mark.skipif(not ORIGINALS.is_dir(), reason="needs ../shared/data")
 @pytest.mark.filterwarnings("ignore")
 def test_sets_with_equal_archive_names_are_prepared(tmp_path):
     for name in ("mnist", "fashion_mnist"):
         config = ConfigDict({"name": name, "source": "tfds", "num_validation": 5000})
         config.data_dir = str(tmp_path)
-        archives = ORIGINALS / name
-        # Without the archives they are downloaded.
-        config.manual_dir = str(archives) if archives.is_dir() else ""
+        config.manual_dir = str(ORIGINALS / name)
         data = load_images(config)
         sizes = (len(data.train), len(data.validation), len(data.test))
         assert sizes == (55000, 5000, 10000)
@@ -121,6 +121,7 @@ def tar(files):
     return archive
 
 
+@pytest.mark.slow
 @needs_tensorflow
 @pytest.mark.filterwarnings("ignore")
 def test_imagenet_is_prepared_from_its_archives(tmp_path):

@@ -149,7 +149,11 @@ def test_report_of_the_first_images(workdir, tmp_path):
         ),
         (
             {"max_shift": 2, "num_images": 5, "classes": "0"},
-            "no test image of class 0 .* can move 2 pixels along x .* --boundary=circ",
+            "none of the 5 test images of fashion_mnist is of class 0: choose another",
+        ),
+        (
+            {"max_shift": 6, "num_images": 20, "classes": "0"},
+            "no test image of class 0 .* can move 6 pixels along x .* --boundary=circ",
         ),
     ],
 )

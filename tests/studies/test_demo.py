@@ -92,6 +92,11 @@ def test_demo_trains_and_compares(tmp_path, capfd):
     assert results["constrained_sincos"]["one_class"]["num_images"] == [90] * 9
     assert "constrained_sincos, seed 0: " in out
     steps = re.findall(r"^ *\d+ s: (.*)$", out, re.M)
-    assert [step.split()[0] for step in steps] == ["trained", "moved", "wrote", "wrote"]
+    assert [step.split()[0] for step in steps] == [
+        "trained",
+        "shifted",
+        "wrote",
+        "wrote",
+    ]
     address = (tmp_path / "index.html").as_uri()
     assert out.splitlines()[-1] == f"Move the images yourself: {address}"

@@ -42,6 +42,8 @@ LENGTH_KEYS = ("num_epochs", "num_steps")
 # Devices count and compute in 32 bits.
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
+# JAX's keys have 32 bits of a seed.
+LARGEST_SEED = 2**32 - 1
 # Smaller numbers may become zero.
 SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 
@@ -261,7 +263,7 @@ def check_config(config: ConfigDict) -> None:
     for key, least in _AT_LEAST.items():
         most = LARGEST_FLOAT if type(least) is float else LARGEST_INT
         if key == "seed":
-            most = spec.LARGEST - given["num_seeds"] + 1
+            most = LARGEST_SEED - given["num_seeds"] + 1
         shown = shorten(given[key])
         if given[key] < least:
             raise ValueError(f"config.{key} must be at least {least}, got {shown}")

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from tqdm import tqdm
 
-from relattn import models, spec
+from relattn import models
 from relattn.command import lacks_resources, one_line
 from relattn.data import (
     DataInfo,
@@ -38,6 +38,7 @@ from relattn.data.user_images import as_sequence
 from relattn.files import naming
 from relattn.messages import shorten
 from relattn.models.image_features import features_fn
+from relattn.training.config import LARGEST_SEED
 
 if TYPE_CHECKING:
     from relattn.training.run import Run
@@ -215,8 +216,8 @@ def generate(
     """Continues prompts; see `Run.generate`."""
     tokenizer = read_tokenizer(run, bpe_dir)
     context_length = require_kind(run, "tokens").context_length
-    if not 0 <= seed <= spec.LARGEST:
-        raise ValueError(f"seed must be from 0 to {spec.LARGEST}, got {shorten(seed)}")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {shorten(seed)}")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     tokens = [tokenizer.encode(text).astype(np.int32) for text in prompts]
     lengths = [len(row) for row in tokens]

@@ -117,8 +117,9 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
         the best of the others; None if there is no checkpoint.
 
     Raises:
-        WorkdirError: If the directory holds a run of another configuration, or a longer
-            run. Another length is allowed, unless the schedule is the cosine.
+        WorkdirError: If the directory holds a run of another configuration, a longer
+            run, or one as long that was not evaluated at its end. Another length is
+            allowed, unless the schedule is the cosine.
         CheckpointError: If no checkpoint is intact, or the run is complete and a best
             checkpoint and its metrics are lost.
 
@@ -145,11 +146,15 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
             f"({'; '.join(differing)}): {hint}"
         )
     per_epoch = read_info(meta["data"]).steps_per_epoch(config.batch_size)
-    num_steps = config.num_steps or config.num_epochs * per_epoch
-    if num_steps < step:
+    num_steps = _num_steps(config, per_epoch)
+    eval_every = config.eval_every_steps or config.eval_every_epochs * per_epoch
+    planned = _num_steps(complete(meta["config"]), per_epoch)
+    is_evaluated = step == planned or step % eval_every == 0
+    if num_steps < step or (num_steps == step and not is_evaluated):
+        last = "," if num_steps < step else ", not evaluated after the last,"
         raise WorkdirError(
-            f"--workdir {workdir} holds a run of {step} steps, but the configuration "
-            f"has {num_steps}: choose another directory or a longer run"
+            f"--workdir {workdir} holds a run of {step} steps{last} but the "
+            f"configuration has {num_steps}: choose another directory or a longer run"
         )
     # The run ends with the evaluation of the best checkpoints.
     histories = [History(**values) for values in meta["history"]]
@@ -160,6 +165,10 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
             raise lost[min(lost)]
     history = [dataclasses.asdict(history) for history in histories]
     return {**meta, "step": step, "history": history, "lost": [*lost]}
+
+
+def _num_steps(config: ConfigDict, per_epoch: int) -> int:
+    return config.num_steps or config.num_epochs * per_epoch
 
 
 def replace_lost_best(

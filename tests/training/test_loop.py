@@ -415,6 +415,21 @@ def test_a_finished_run_goes_on_like_a_longer_one(
         train(config, tmp_path / "short")
 
 
+def test_a_run_is_not_cut_where_it_was_not_evaluated(
+    config, tmp_path, one_device, finished
+):
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    meta = read_meta(tmp_path / CHECKPOINTS, 15)
+    # The checkpoint as SIGTERM leaves it in a longer run, before any evaluation.
+    longer = {**to_json(config), "num_epochs": 5, "eval_every_epochs": 4}
+    history = [{**each, "best": {}, "best_step": None} for each in meta["history"]]
+    forge(tmp_path / CHECKPOINTS / "15", {**meta, "config": longer, "history": history})
+    config.eval_every_epochs = 4
+    message = r"a run of 15 steps, not evaluated after the last, but .* has 15: choose"
+    with pytest.raises(training.WorkdirError, match=message):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+
+
 def test_a_cosine_run_does_not_go_on(config, tmp_path, one_device, finished):
     shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
     config.schedule.name = "cosine"

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from relattn.command import one_line
 from relattn.data import (
+    IMAGE_OPTIONS,
     DataInfo,
     DataSource,
     ImageSplit,
@@ -22,6 +24,7 @@ from relattn.data import (
 from relattn.data.image_list import ImageRecords
 from relattn.data.paths import recorded_sha256, sha256
 from relattn.data.streaming import Photographs, StreamedSplit
+from relattn.messages import shorten
 from relattn.training.errors import CheckpointError
 
 # Examples of a split of another type than relattn's that count.
@@ -96,6 +99,28 @@ def check_source(data: Any) -> None:
             "data must be a data set, such as ImageData.from_arrays(...), got "
             f"{type(data).__name__}: see relattn.data.DataSource"
         )
+
+
+def check_options(options: ConfigDict, data: DataSource) -> None:
+    """Checks that data augment and place images as the configuration says.
+
+    Args:
+        options: ``config.data``.
+        data: The data; without an attribute of an option's name, it has the default.
+
+    Raises:
+        ValueError: If an option differs: it would have no effect.
+    """
+    for option in ("augment", "placement"):
+        default = IMAGE_OPTIONS[option]
+        asked = options.get(option, default)
+        found = getattr(data, option, default)
+        if asked != found:
+            raise ValueError(
+                f"config.data.{option} is {shorten(asked)}, but the data "
+                f"{shorten(data.info.name)} have {option}={shorten(found)}: make them "
+                "with the same"
+            )
 
 
 def check_description(info: DataInfo) -> None:

@@ -35,6 +35,7 @@ from relattn.training.given_data import (
     check_contents,
     check_description,
     check_given,
+    check_options,
     check_source,
     fingerprint,
 )
@@ -136,6 +137,7 @@ def train_and_evaluate(
             check_given(saved, given, checkpoint)
         if data is None:
             data = distributed.primary_first(lambda: data_lib.load_data(config.data))
+        check_options(config.data, data)
         contents = _check_data(data, saved, workdir)
         if getattr(data.info, "streamed", False):
             check_main_guard(config.data.get("num_workers", 0))

@@ -1,5 +1,6 @@
 """Data given in memory: a run remembers them, and takes them by argument."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -60,6 +61,19 @@ def test_a_description_that_cannot_be_read_again_is_refused(tmp_path):
         data = make_stripes(class_names=range(2))
         with pytest.raises(ValueError, match=message):
             training.train_and_evaluate(make_config(), tmp_path, data=data)
+
+
+@pytest.mark.parametrize("option, value", [("augment", "rotate"), ("placement", "x")])
+def test_options_that_given_data_do_not_have_are_refused(tmp_path, option, value):
+    """Otherwise they would have no effect."""
+    config, data = make_config(), make_stripes()
+    config.data[option] = value
+    message = rf"config.data.{option} is '{value}', but .*'stripes' have {option}='"
+    with pytest.raises(ValueError, match=message):
+        training.train_and_evaluate(config, tmp_path, data=data)
+    changed = dataclasses.replace(data, augment="rotate")
+    with pytest.raises(ValueError, match=r"augment is 'none', but .* augment='rotate'"):
+        training.train_and_evaluate(make_config(), tmp_path, data=changed)
 
 
 @pytest.fixture(scope="module")

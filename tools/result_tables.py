@@ -288,8 +288,10 @@ def long_text() -> str:
     columns = {
         "parameters": ("parameters", "{:.2f}M"),
         "loss_160": ("loss, 160", "{:.3f}"),
+        "loss_1024": ("loss, 1,024", "{:.3f}"),
         "loss_4096": ("loss, 4,096", "{:.3f}"),
         "seconds_160": ("training, 160", "{:,.0f} s"),
+        "seconds_1024": ("training, 1,024", "{:,.0f} s"),
         "seconds_4096": ("training, 4,096", "{:,.0f} s"),
     }
     return _joined_rows(_rows("translution_long_text.json"), columns)

@@ -423,4 +423,4 @@ def _stack(
     for row, each in zip(stacked, sets, strict=True):
         row[: len(each)] = each
     positions, features = np.split(stacked, [axes], axis=-1)
-    return _join(positions, features, ~np.isnan(stacked).any(axis=-1))
+    return _join(positions, features, ~np.isnan(stacked).all(axis=-1))

@@ -204,6 +204,10 @@ def test_sets_of_a_user_are_read_in_every_form(tmp_path):
         ([np.zeros((3, 5)), np.zeros((0, 5))], r"set 1 .* shape \(0, 5\), expected"),
         ([np.full((3, 5), "a")], "set 0 of the points has dtype <U1, expected numbers"),
         (np.full((2, 7, 5), np.inf), "a point is not finite: set its mask to False"),
+        (
+            np.float32([[[np.nan, 0, 0, 1, 1]]]),
+            "a point is not finite: .* or correct it",
+        ),
         ({"features": 1}, "points has features, expected positions and, optionally"),
         ({"positions": 1, "grey": 1}, "points has positions, grey, expected positions"),
         (

@@ -29,7 +29,7 @@ from relattn.files import expand, replace_file, usable_file
 from relattn.messages import check_choice, printable
 from relattn.models.pretrained import class_names_of, load_pretrained
 from relattn.training import Run, load_run
-from relattn.training.predict import Predictions
+from relattn.training.predict import Predictions, warn_of_nan
 from relattn.training.saved_run import is_saved_model
 
 COLUMNS = ("file", "class", "label", "probability")
@@ -217,7 +217,9 @@ def _predict_saved(
         inputs = loaded.preprocess(files[start : start + size])
         found.append(jax.nn.softmax(apply(loaded.variables, inputs)))
     names = class_names_of(loaded.config) or range(num_classes)
-    return Predictions(np.concatenate(found), tuple(map(str, names)))
+    probabilities = np.concatenate(found)
+    warn_of_nan(probabilities)
+    return Predictions(probabilities, tuple(map(str, names)))
 
 
 def _predict(

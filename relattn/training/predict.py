@@ -100,16 +100,24 @@ def predict(
         out = np.asarray(jax.nn.softmax(logits(batch)))
         found.append(out[:count])
     probabilities = np.concatenate(found)
+    warn_of_nan(probabilities)
+    return Predictions(probabilities, info.class_names)
+
+
+def warn_of_nan(probabilities: Float[np.ndarray, "n classes"]) -> None:
+    """Warns of probabilities of NaN, whose class would be the first.
+
+    Args:
+        probabilities: Class probabilities, ``[n, classes]``.
+    """
     undefined = int(np.isnan(probabilities).any(axis=-1).sum())
     if undefined:
-        # The class of NaN would be the first.
         warnings.warn(
             f"the model's logits are NaN for {undefined} of {len(probabilities)} "
             "inputs, so it predicts no class for them: look for NaN in its parameters, "
             "or compute in float32",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return Predictions(probabilities, info.class_names)
 
 
 def features(

@@ -1,6 +1,7 @@
 """Predictions of saved models by the command; test_run.py has those of runs."""
 
 import csv
+import dataclasses
 import io
 
 import jax
@@ -63,6 +64,15 @@ def test_classes_of_saved_models_have_names(tmp_path, photos, capsys):
     with pytest.raises(SystemExit, match="2"):
         predict_lib.main([str(folder), str(photos)])
     assert "it has 2 class_names, expected 3" in capsys.readouterr().err
+
+
+def test_a_saved_model_of_nan_warns(tmp_path, photos, capsys, monkeypatch):
+    loaded = load_pretrained(save_vit(tmp_path / "vit", num_classes=7))
+    undefined = jax.tree.map(lambda x: np.full_like(x, np.nan), loaded.variables)
+    broken = dataclasses.replace(loaded, variables=undefined)
+    monkeypatch.setattr(predict_lib, "load_pretrained", lambda *_, **__: broken)
+    with pytest.warns(UserWarning, match="logits are NaN for 3 of 3 inputs, so it"):
+        predict_lib.main([str(tmp_path / "vit"), str(photos)])
 
 
 @pytest.mark.parametrize(

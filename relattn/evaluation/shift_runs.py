@@ -133,7 +133,7 @@ def _data_config(saved: SavedRun, data_dir: str | None) -> ConfigDict:
     """Returns the configuration of a run's data set, which may have moved."""
     config = ConfigDict(saved.task.config.data.to_dict())
     if data_dir is not None:
-        if config.source == "embedded":
+        if config.get("source", "embedded") == "embedded":
             raise ValueError(
                 f"--data_dir={data_dir} does not apply to {saved.workdir}, which was "
                 "trained on images that ship with relattn: leave it out"

@@ -166,6 +166,15 @@ def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
     assert not [*(tmp_path / "out").glob("*")]
 
 
+def test_data_without_a_source_ship_with_relattn(workdir, monkeypatch):
+    saved = open_run(workdir)
+    with saved.task.config.unlocked():
+        del saved.task.config.data["source"]
+    monkeypatch.setattr(shift_runs, "open_run", lambda *_: saved)
+    with pytest.raises(ValueError, match="--data_dir=data does not apply to .*/tiny,"):
+        open_shift_runs([workdir], data_dir="data")
+
+
 @pytest.mark.parametrize(
     "output, message",
     [

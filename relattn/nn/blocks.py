@@ -188,6 +188,8 @@ class Dropout(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*shape"], *, deterministic: bool = True) -> Any:
         """Drops elements, unless ``deterministic``."""
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"a dropout rate must be from 0 to 1, got {self.rate}")
         dropped = round(256 * self.rate)
         if deterministic or dropped == 0:
             return x
@@ -231,7 +233,9 @@ class DropPath(nn.Module):
             return x
         shape = (len(x), *[1] * (x.ndim - 1))
         kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - rate, shape)
-        return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
+        # At a rate of 1 all is dropped; a division by zero has gradients of NaN.
+        fraction = jnp.where(rate < 1, 1 - rate, 1)
+        return jnp.where(kept, x / jnp.asarray(fraction, x.dtype), 0)
 
 
 def gelu(x: Float[Array, "*shape"], *, approximate: bool = False) -> Array:
@@ -464,6 +468,9 @@ def transformer_blocks(
     Returns:
         The tokens after the last block.
 
+    Raises:
+        ValueError: If ``drop_path`` is not from 0 to 1.
+
     Example:
         >>> from relattn.nn.registry import build
         >>> attention, _ = build("softmax", "none", dim=8, num_heads=2, num_layers=3)
@@ -479,6 +486,8 @@ def transformer_blocks(
     """
     positions = [None] * len(attentions) if positions is None else list(positions)
     rates: list[Any] = [None] * len(attentions)
+    if not 0 <= drop_path <= 1:
+        raise ValueError(f"drop_path must be from 0 to 1, got {drop_path}")
     if drop_path:
         rates = list(np.linspace(0, drop_path, len(attentions), dtype=np.float32))
     # What differs between equal layers.

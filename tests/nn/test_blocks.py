@@ -13,6 +13,7 @@ import pytest
 from relattn.kernels.platform import use_platform
 from relattn.nn.blocks import (
     Dropout,
+    DropPath,
     FeedForward,
     Linear,
     TransformerBlock,
@@ -123,6 +124,20 @@ def test_dropout_zeroes_independent_elements_and_keeps_the_mean():
     assert np.abs(deviations.mean(axis=0)).max() < 4.5 / 997**0.5
     products = deviations.T @ deviations / 997
     assert np.abs(products - np.diag(np.diag(products))).max() < 4.5 / 997**0.5
+
+
+def test_all_may_be_dropped_and_no_other_rate_is_taken():
+    def drop(x, rate):
+        rngs = {"dropout": jax.random.key(0)}
+        return DropPath().apply({}, x, rate, deterministic=False, rngs=rngs).sum()
+
+    np.testing.assert_array_equal(jax.grad(drop)(X, 1.0), np.zeros_like(X))
+    part = functools.partial(dict)
+    for rate in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="a dropout rate must be from 0 to 1"):
+            Dropout(rate).apply({}, X)
+        with pytest.raises(ValueError, match="drop_path must be from 0 to 1, got"):
+            transformer_blocks(X, [part], part, drop_path=rate)
 
 
 def test_dropout_is_off_where_it_should_be():

@@ -224,6 +224,8 @@ def _to_array(name, x, choices):
             )
         return jnp.asarray(x)
     x = x if kind is Int and dtype is not None else jnp.asarray(x)
+    if kind is Int and jnp.issubdtype(x.dtype, jnp.inexact):
+        raise ValueError(f"{name} must hold whole numbers, got {x.dtype}")
     if kind is Int or jnp.issubdtype(x.dtype, jnp.floating):
         return x
     if not (jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.bool)):

@@ -538,7 +538,7 @@ def check_index(index: Any, num_tokens: Any, grid: offsets.Grid | None) -> None:
         grid: Length of the cache, or None.
 
     Raises:
-        ValueError: If the position is not a single number, or is out of range.
+        ValueError: If the position is not one whole number, or is out of range.
 
     Example:
         >>> check_index(6, 1, (7,))
@@ -548,6 +548,8 @@ def check_index(index: Any, num_tokens: Any, grid: offsets.Grid | None) -> None:
             "index must be one position for all examples, got shape "
             f"{np.shape(index)}: for a position for each, use jax.vmap over examples"
         )
+    if not jnp.issubdtype(jnp.result_type(index), jnp.integer):
+        raise ValueError(f"index must be a whole number, got {shorten(index)}")
     if isinstance(index, Tracer):
         return
     one = num_tokens == 1

@@ -385,6 +385,12 @@ def call_with(name, **changes):
             "q must hold real numbers, got complex64",
         ),
         (
+            lambda: kernels.softmax_attention(
+                *np.ones((3, N, HEAD_DIM), np.float32), segment_ids=np.ones(N)
+            ),
+            "segment_ids must hold whole numbers, got float64",
+        ),
+        (
             call_with("softmax_attention", mask=np.zeros((N, M))),
             "mask must be boolean",
         ),

@@ -660,6 +660,12 @@ def test_decoding_outside_of_the_cache_or_the_prompt_raises(n, index):
         module.apply(variables, x, grid=(N,), index=index, mutable=["cache"])
 
 
+@pytest.mark.parametrize("index", [2.0, True, np.float32(2)])
+def test_a_position_in_decoding_is_a_whole_number(index):
+    with pytest.raises(ValueError, match="index must be a whole number, got"):
+        check_index(index, 1, (N,))
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "message"),
     [

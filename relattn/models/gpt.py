@@ -228,7 +228,9 @@ class GPT(nn.Module):
                 f"tokens have shape {tokens.shape}, expected [batch, n]: add the axis "
                 "of the batch, tokens[None]"
             )
-        if key_mask is not None and key_mask.shape[-1:] != tokens.shape[-1:]:
+        row = tokens.shape[1:]
+        shapes = (row, (1, *row), tokens.shape)
+        if key_mask is not None and key_mask.shape not in shapes:
             raise ValueError(
                 f"key_mask has shape {key_mask.shape}, expected {tokens.shape}: an "
                 "entry for each token"

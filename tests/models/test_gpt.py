@@ -429,6 +429,7 @@ def test_shapes_of_tokens_and_their_mask_are_checked():
     for given, key_mask, message in (
         (tokens[0], None, "tokens have shape (7,), expected [batch, n]: add the axis"),
         (tokens, np.ones((3, 5), bool), "key_mask has shape (3, 5), expected (3, 7)"),
+        (tokens, np.ones((2, 7), bool), "key_mask has shape (2, 7), expected (3, 7)"),
     ):
         call = functools.partial(model.apply, key_mask=key_mask)
         expected = pytest.raises(ValueError, match=re.escape(message))

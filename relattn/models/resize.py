@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import flax.linen as nn
 
 from relattn.models.cnn import CNN
 from relattn.nn.registry import build
-from relattn.offsets import Grid, Torus
+from relattn.offsets import Grid, Torus, check_axes, check_grid
 
 
 def resize_grid(
@@ -28,15 +29,16 @@ def resize_grid(
         model: A model from `relattn.models.build_model`, for images of any size.
         variables: Its variables, trained on the grid ``old``.
         old: Height and width in tokens (for a convolutional network in pixels), or the
-            length of a text.
+            length of a text, ``(160,)``.
         new: The new grid, in the same units.
 
     Returns:
         The variables for ``new``; those that do not depend on the grid are unchanged.
 
     Raises:
-        ValueError: If parameters of the model cannot be resized, or the shapes of
-            ``variables`` are not those of ``old``.
+        ValueError: If a grid is no tuple of positive whole numbers, parameters of the
+            model cannot be resized, or the shapes of ``variables`` are not those of
+            ``old``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -54,6 +56,9 @@ def resize_grid(
     Source:
         Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.2.
     """
+    for grid in (old, new):
+        check_axes(grid)
+        check_grid(math.prod(grid), grid)
     if isinstance(model, CNN):
         return dict(variables)
     attention, make_position = build(

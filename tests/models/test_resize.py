@@ -11,6 +11,7 @@ from relattn import offsets
 from relattn.models import build_model, resize_grid
 from relattn.nn.registry import ATTENTIONS, POSITIONS
 from tests import reference
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, run
 
 SMALL, LARGE = (3, 5), (5, 7)
@@ -172,6 +173,15 @@ def test_resizing_matrices_of_a_grid_raises(attention, table):
     _, larger = make(LARGE, attention=attention)
     with pytest.raises(ValueError, match=rf"{table} has shape .* grid of 5x7 tokens"):
         jax.eval_shape(model.apply, variables, larger)
+
+
+@pytest.mark.parametrize("grid", [7, (4.0, 5), (0, 5), (-1, 5)])
+def test_resizing_to_no_grid_raises(grid):
+    model, images = make(SMALL)
+    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    message = "grid must be a tuple|a positive size"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        resize_grid(model, variables, SMALL, grid)
 
 
 def test_clipped_matrices_fit_every_grid():

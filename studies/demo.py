@@ -113,6 +113,7 @@ def run_demo(
     comparison = compare(
         runs,
         max_shift=CLASS_SHIFT,
+        class_name="1",
         find_published=published_curve,
     )
     one_class, every_class = comparison.one_class(), comparison.every_class()

@@ -57,10 +57,9 @@ def shift_report(
         WorkdirError: If the folder is not writable; raised before any work.
     """
     output = usable_folder(output, "--output")
-    class_name = "1" if classes == "all" else classes
+    class_name = None if classes == "all" else classes
     comparison = compare(runs, class_name=class_name, **options)
-    one_class = () if classes == "all" else comparison.one_class()
-    every_class = comparison.every_class()
+    one_class, every_class = comparison.one_class(), comparison.every_class()
     text = summary(
         one_class,
         every_class,
@@ -83,7 +82,7 @@ def compare(
     *,
     max_shift: int = 8,
     axis: str = "x",
-    class_name: str = "1",
+    class_name: str | None = None,
     num_images: int | None = None,
     boundary: str = "zeros",
     draws: int | np.integer | None = None,
@@ -96,7 +95,7 @@ def compare(
         runs: The runs, from `relattn.evaluation.shift_runs.open_shift_runs`.
         max_shift: Largest shift in pixels, both ways.
         axis: ``"x"``, ``"y"`` or ``"xy"``, every pair of shifts along both.
-        class_name: The class that has its own curves, by name or number.
+        class_name: The class that has its own curves, by name or number; None for none.
         num_images: Number of test images to use, from the first; None for all.
         boundary: What moves into an image: see `shifted_predictions`.
         draws: Number of draws of the random features over which the probabilities are
@@ -110,7 +109,7 @@ def compare(
 
     Raises:
         ValueError: If an argument does not fit the runs, or no image allows one of the
-            shifts.
+            shifts, or every one of them, for the images of the class.
         CheckpointError: If a checkpoint is damaged.
     """
     # Check all runs before evaluating the first.
@@ -119,7 +118,9 @@ def compare(
         check_boundary(boundary, run.info.streamed, str(run.workdir))
         if draws is not None:
             _check_draws(run, draws)
-    label, title = _one_label([run.info for run in runs], class_name)
+    label, title = None, ""
+    if class_name is not None:
+        label, title = _one_label([run.info for run in runs], class_name)
     splits = [_first(run.split, num_images) for run in runs]
     results = []
     for run, split in zip(runs, splits, strict=True):
@@ -133,7 +134,8 @@ def compare(
             draws=draws,
         )
         # If no image allows a shift, do not wait for the other runs.
-        curves_of(results, None)
+        for images in (None, label):
+            curves_of(results, images)
     return Comparison(
         tuple(results), label, title, max_shift, axis, boundary, find_published
     )
@@ -206,8 +208,8 @@ class Comparison:
 
     Attributes:
         results: The predictions of each run.
-        label: The label of the class that has its own curves.
-        class_name: Number and name of this class.
+        label: The label of the class that has its own curves; None for none.
+        class_name: Number and name of this class, "" if there is none.
         max_shift: Largest shift in pixels, both ways.
         axis: ``"x"``, ``"y"`` or ``"xy"``.
         boundary: What moves into an image.
@@ -215,7 +217,7 @@ class Comparison:
     """
 
     results: tuple[ShiftedPredictions, ...]
-    label: int
+    label: int | None
     class_name: str
     max_shift: int
     axis: str
@@ -225,9 +227,13 @@ class Comparison:
     def one_class(self) -> tuple[ShiftCurve, ...]:
         """Returns the curves of the images of the one class that can move both ways.
 
+        Without such a class, there are no curves.
+
         Raises:
             ValueError: If there is no such image.
         """
+        if self.label is None:
+            return ()
         return curves_of(self.results, self.label, self.find_published)
 
     def every_class(self) -> tuple[ShiftCurve, ...]:

@@ -301,11 +301,26 @@ def test_one_run_is_in_memory_at_a_time(workdir, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_shift_that_no_image_allows_is_found_in_the_first_run(workdir, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_shift": 8, "axis": "xy", "num_images": 5},
+            "8 pixels along x and 8 pixels along y",
+        ),
+        (
+            {"max_shift": 6, "num_images": 20, "class_name": "0"},
+            "no test image of class 0 .* can move 6 pixels along x",
+        ),
+    ],
+)
+def test_a_shift_that_no_image_allows_is_found_in_the_first_run(
+    workdir, monkeypatch, options, message
+):
     load, loaded = SavedRun.load, []
     monkeypatch.setattr(SavedRun, "load", lambda self: loaded.append(1) or load(self))
-    with pytest.raises(ValueError, match="8 pixels along x and 8 pixels along y"):
-        compare(open_shift_runs([workdir] * 2), max_shift=8, axis="xy", num_images=5)
+    with pytest.raises(ValueError, match=message):
+        compare(open_shift_runs([workdir] * 2), **options)
     assert loaded == [1]
 
 

@@ -327,6 +327,26 @@ def _check_type(key: str, value: Any, default: Any) -> None:
         raise ValueError(f"config.{key} must be {limits}, got {shorten(value)}")
 
 
+def run_length(config: ConfigDict, steps_per_epoch: int) -> tuple[int, int]:
+    """Returns the number of updates of a run, and that between its evaluations.
+
+    Args:
+        config: A configuration like `default_config`.
+        steps_per_epoch: Number of updates in an epoch.
+
+    Returns:
+        Both numbers of updates.
+
+    Example:
+        >>> run_length(default_config(), steps_per_epoch=7)
+        (7, 7)
+    """
+    return (
+        config.num_steps or config.num_epochs * steps_per_epoch,
+        config.eval_every_steps or config.eval_every_epochs * steps_per_epoch,
+    )
+
+
 def to_json(config: ConfigDict) -> dict[str, Any]:
     """Converts a configuration to JSON values: tuples become lists.
 

@@ -26,7 +26,13 @@ from relattn.training.checkpoint import (
     quarantine,
     restore,
 )
-from relattn.training.config import check_config, complete_model, flatten, to_json
+from relattn.training.config import (
+    check_config,
+    complete_model,
+    flatten,
+    run_length,
+    to_json,
+)
 from relattn.training.cost import warn_if_too_large
 from relattn.training.devices import make_training_parallel
 from relattn.training.errors import PreemptedError
@@ -268,10 +274,7 @@ class TrainLoop:
         self.train_step = parallel.compile_train_step(task.train_step)
         self.redraw = task.redraw and parallel.compile_redraw(task.redraw)
         self.evaluator = Evaluator.of_task(task, parallel)
-        self.eval_every = (
-            self.config.eval_every_steps
-            or self.config.eval_every_epochs * task.steps_per_epoch
-        )
+        _, self.eval_every = run_length(self.config, task.steps_per_epoch)
 
     @property
     def finished(self) -> bool:

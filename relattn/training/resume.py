@@ -24,6 +24,7 @@ from relattn.training.config import (
     MAY_CHANGE_ON_RESUME,
     complete,
     differences,
+    run_length,
     to_json,
 )
 from relattn.training.errors import CheckpointError, DamagedError, WorkdirError
@@ -146,9 +147,8 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
             f"({'; '.join(differing)}): {hint}"
         )
     per_epoch = read_info(meta["data"]).steps_per_epoch(config.batch_size)
-    num_steps = _num_steps(config, per_epoch)
-    eval_every = config.eval_every_steps or config.eval_every_epochs * per_epoch
-    planned = _num_steps(complete(meta["config"]), per_epoch)
+    num_steps, eval_every = run_length(config, per_epoch)
+    planned, _ = run_length(complete(meta["config"]), per_epoch)
     is_evaluated = step == planned or step % eval_every == 0
     if num_steps < step or (num_steps == step and not is_evaluated):
         last = "," if num_steps < step else ", not evaluated after the last,"
@@ -165,10 +165,6 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
             raise lost[min(lost)]
     history = [dataclasses.asdict(history) for history in histories]
     return {**meta, "step": step, "history": history, "lost": [*lost]}
-
-
-def _num_steps(config: ConfigDict, per_epoch: int) -> int:
-    return config.num_steps or config.num_epochs * per_epoch
 
 
 def replace_lost_best(

@@ -20,7 +20,7 @@ from relattn import models
 from relattn.data import DataInfo
 from relattn.data.base import ShardIndex
 from relattn.kernels.random_projections import redraw
-from relattn.training.config import LARGEST_INT
+from relattn.training.config import LARGEST_INT, run_length
 from relattn.training.cost import training_flops
 from relattn.training.draws import check_draws, draw_features
 from relattn.training.metrics import metrics_of
@@ -90,7 +90,7 @@ class Task:
                 draws in evaluation does not fit.
         """
         steps_per_epoch = info.steps_per_epoch(config.batch_size)
-        num_steps = config.num_steps or config.num_epochs * steps_per_epoch
+        num_steps, _ = run_length(config, steps_per_epoch)
         if num_steps > LARGEST_INT:
             raise ValueError(
                 f"config.num_epochs={config.num_epochs} of {steps_per_epoch} steps "

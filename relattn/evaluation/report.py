@@ -30,7 +30,7 @@ from relattn.training.config import flatten
 from relattn.training.given_data import require_data
 from relattn.training.metrics import METRICS, format_value, title
 from relattn.training.metrics_log import read_rows
-from relattn.training.predict import require_kind
+from relattn.training.predict import require_kind, warn_of_nan
 from relattn.training.resume import check_fits
 from relattn.training.workdir import read_result, write_text
 
@@ -73,6 +73,9 @@ def report(
         ValueError: If ``num_images`` is less than 1 or the run is on text, the run is
             on volumes or points, or the data cannot be loaded.
         CheckpointError: If the data have other classes than those of training.
+
+    Warns:
+        UserWarning: If probabilities are NaN.
     """
     if num_images is not None and num_images < 1:
         raise ValueError(f"num_images={num_images} must be at least 1")
@@ -191,6 +194,7 @@ def _image_parts(
 ) -> list[str]:
     """Returns the sections of a run on images."""
     images, labels, probabilities = _predict_test(run, num_images, data)
+    warn_of_nan(probabilities)
     # On one line, with the bytes of folders' names that are not UTF-8.
     names = [printable(name) for name in require_kind(run, "images").class_names]
     predicted = probabilities.argmax(axis=-1)

@@ -1,5 +1,6 @@
 """The HTML report of a run."""
 
+import dataclasses
 import importlib
 import re
 
@@ -69,6 +70,13 @@ def test_the_page_is_complete_and_needs_no_other_file(workdir, capsys):
     assert "Attention weights of the CLS token in the last layer" in page
     assert "<td>&lt;cat&gt;</td>" in page and "<cat>" not in page
     assert "<td>model.attention</td><td>softmax" in page
+
+
+def test_a_model_of_nan_warns(workdir):
+    run = training.load_run(workdir)
+    undefined = jax.tree.map(lambda x: np.full_like(x, np.nan), run.variables)
+    with pytest.warns(UserWarning, match="logits are NaN for 7 of 7 inputs, so it"):
+        report(dataclasses.replace(run, variables=undefined), num_images=7)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from flax import nnx, traverse_util
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from relattn import kernels, models, offsets
+from relattn.kernels.checks import at_most, check_position
 from relattn.models.sampling import Prompts
 from relattn.nn import registry
 from relattn.nn.positions.base import LayerPosition
@@ -362,10 +363,16 @@ class Position(_LinenModule):
 
         Returns:
             Shape ``[batch, n, dim]``.
+
+        Raises:
+            ValueError: If the tokens do not fit the grid from this position on.
         """
         grid, (_, n, dim) = self.to_nnx__grid, tokens.shape
         whole = math.prod(grid)
-        if n == whole or len(grid) > 1:
+        if len(grid) > 1 or not at_most(n, whole):
+            offsets.check_grid(n, grid)
+        check_position(start, whole - n + 1)
+        if n == whole:
             return self._apply(tokens, grid, method="add_to_tokens")
         zeros = jnp.zeros((1, whole, dim), tokens.dtype)
         encoding = self._apply(zeros, grid, method="add_to_tokens")

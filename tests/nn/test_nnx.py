@@ -85,6 +85,11 @@ def test_tokens_from_a_position_on_get_their_rows():
     assert not np.allclose(whole[:, :3], whole[:, 2:5])
     part = position.add_to_tokens(x[:, 2:5], jnp.int32(2))
     np.testing.assert_allclose(part, whole[:, 2:5], atol=1e-6)
+    for start, tokens in ((N - 2, x[:, :3]), (1, x), (-1, x[:, :3])):
+        with pytest.raises(ValueError, match=f"index={start} must be the position"):
+            position.add_to_tokens(tokens, start)
+    with pytest.raises(ValueError, match=f"holds {N} tokens, got {N + 1}"):
+        position.add_to_tokens(draw(2, N + 1, DIM))
 
 
 @pytest.mark.slow

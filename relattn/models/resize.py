@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 
 from relattn.models.cnn import CNN
+from relattn.models.points import PointTransformer
 from relattn.nn.registry import build
 from relattn.offsets import Grid, Torus, check_axes, check_grid
 
@@ -22,8 +23,8 @@ def resize_grid(
     `relative_key`, `relative_value`, `relative_bias`, `irpe_gate`) are interpolated
     bicubically; rows of prefix tokens are kept. Functions of the position need no
     resizing: positions count tokens and continue beyond the old grid. Waves that fit a
-    torus a whole number of times keep this number. Convolutional networks have no
-    parameters that depend on the grid.
+    torus a whole number of times keep this number. Convolutional networks and models of
+    points have no parameters that depend on a grid.
 
     Args:
         model: A model from `relattn.models.build_model`, for images of any size.
@@ -36,9 +37,9 @@ def resize_grid(
         The variables for ``new``; those that do not depend on the grid are unchanged.
 
     Raises:
-        ValueError: If a grid is no tuple of positive whole numbers, parameters of the
-            model cannot be resized, or the shapes of ``variables`` are not those of
-            ``old``.
+        ValueError: If a grid is no tuple of positive whole numbers or does not have the
+            axes of the model's inputs, parameters of the model cannot be resized, or
+            the shapes of ``variables`` are not those of ``old``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -59,8 +60,14 @@ def resize_grid(
     for grid in (old, new):
         check_axes(grid)
         check_grid(math.prod(grid), grid)
-    if isinstance(model, CNN):
+    if isinstance(model, CNN | PointTransformer):
         return dict(variables)
+    is_text = model.inputs == "tokens"
+    if len(old) != len(new) or is_text != (len(old) == 1):
+        raise ValueError(
+            f"grids {old} and {new} do not fit a model of {model.inputs}: both need "
+            + ("one axis" if is_text else "two axes, or three for volumes")
+        )
     attention, make_position = build(
         model.attention,
         model.position,
@@ -68,7 +75,7 @@ def resize_grid(
         head_dim=model.head_dim,
         num_heads=model.num_heads,
         num_layers=model.num_layers,
-        causal=model.inputs == "tokens",
+        causal=is_text,
     )
     if old == new:
         return dict(variables)

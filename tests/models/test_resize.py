@@ -175,11 +175,11 @@ def test_resizing_matrices_of_a_grid_raises(attention, table):
         jax.eval_shape(model.apply, variables, larger)
 
 
-@pytest.mark.parametrize("grid", [7, (4.0, 5), (0, 5), (-1, 5)])
+@pytest.mark.parametrize("grid", [7, (4.0, 5), (0, 5), (-1, 5), (15,), (3, 5, 7)])
 def test_resizing_to_no_grid_raises(grid):
     model, images = make(SMALL)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
-    message = "grid must be a tuple|a positive size"
+    message = "grid must be a tuple|a positive size|both need two axes"
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         resize_grid(model, variables, SMALL, grid)
 
@@ -217,3 +217,13 @@ def test_resizing_a_text_model_to_longer_text():
         assert resized == expected
     with pytest.raises(ValueError, match="offsets on a line is not resized"):
         resize("relative_key")
+    model, variables = make(7, "none")
+    with pytest.raises(ValueError, match="model of tokens: both need one axis"):
+        resize_grid(model, variables, (1, 7), (1, 11))
+
+
+def test_a_model_of_points_has_no_grid():
+    config = {"name": "point_transformer", "mlp_dim": 11, **SIZES}
+    model = build_model(config, num_classes=3, point_shape=(5, 2, 1))
+    variables = {"params": {"head": 1}}
+    assert resize_grid(model, variables, SMALL, LARGE) == variables

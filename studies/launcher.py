@@ -328,10 +328,13 @@ def _finish(training: Training, keep_going: bool) -> None:
     try:
         training.finish()
     except ChildProcessError as error:
-        if not keep_going:
-            raise
         training.error = str(error)
         tqdm.write(training.error)
+        if not keep_going:
+            # The last message of a program is one line: it would escape the log's.
+            raise ChildProcessError(
+                f"not trained: {training.name}; its log is {training.log}"
+            ) from error
 
 
 def visible_gpus() -> list[str]:

@@ -134,6 +134,20 @@ def test_keep_going_continues_after_a_failure(tmp_path, capfd):
         assert f"{training.log} ends with" in training.error
 
 
+def test_a_failure_is_printed_and_ends_in_one_line(tmp_path, monkeypatch, capfd):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho Traceback\necho KeyError: 3\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    training = Training("banded", CONFIG, tmp_path / "run")
+    with pytest.raises(ChildProcessError) as failure:
+        train([training], jobs=1)
+    assert (
+        str(failure.value) == f"not trained: banded, seed 0; its log is {training.log}"
+    )
+    assert "ends with:\nTraceback\nKeyError: 3\n" in capfd.readouterr().out
+
+
 def unhandled(number, frame):
     """Without a handler, the signal would end the tests."""
 

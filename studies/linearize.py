@@ -53,7 +53,7 @@ from relattn.training.task import INPUT_DTYPES
 from relattn.training.workdir import usable_folder, write_json
 
 ATTENTIONS = ("favor", "relu", "hedgehog")
-METRIC = {"images": "accuracy", "tokens": "perplexity"}
+METRIC = {"images": "accuracy", "tokens": "perplexity", "points": "accuracy"}
 TUNING = ("lora", "full")
 TITLES = {
     "swapped": "swapped",
@@ -154,6 +154,9 @@ def run_linearize(
     source = {"step": run.step, "config": run.pretrained_config()["training"]}
     _check_source(output / "results.json", source)
     data = data_lib.load_data(run.config.data) if data is None else data
+    for attention in attentions:
+        # Raises before anything is trained.
+        Linearization(run, data, attention, settings, output).check()
     softmax = run.evaluate(data)
     metric = METRIC[run.data.kind]
     results: dict[str, Any] = {"source": source, "metric": metric}
@@ -211,6 +214,10 @@ class Linearization:
         """One input of the model."""
         shape = data_lib.input_shape(self.run.config.data, self.run.data)
         return jnp.zeros((1, *shape), INPUT_DTYPES[self.run.data.kind])
+
+    def check(self) -> None:
+        """Raises ValueError if the model cannot have the attention."""
+        jax.eval_shape(self.model.init, self.key, self.example)
 
     def stages(self, tuning: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Computes or reads the stages; yields their names and results."""

@@ -1,14 +1,18 @@
 """The study that turns softmax attention into linear attention."""
 
 import json
+import types
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 import relattn
+from relattn.data import PointInfo
 from relattn.training import linearize, train_and_evaluate
 from relattn.training.config_file import read_config
-from studies.linearize import Settings, linearize_table, run_linearize
+from relattn.training.task import INPUT_DTYPES
+from studies.linearize import METRIC, Settings, linearize_table, run_linearize
 
 TINY = [
     "--config.model.attention=softmax",
@@ -72,6 +76,36 @@ def test_a_stage_depends_on_its_settings_and_those_before_it():
 def test_invalid_settings_raise(name, value, message):
     with pytest.raises(ValueError, match=message):
         Settings(**{name: value})
+
+
+def test_every_attention_is_checked_before_anything_is_trained(tmp_path, monkeypatch):
+    """Also of a run on sets of points."""
+
+    def evaluate(data):
+        raise AssertionError("the run was evaluated")
+
+    sizes = {"dim": 8, "num_layers": 1, "num_heads": 2, "mlp_dim": 8}
+    run = types.SimpleNamespace(
+        model=relattn.models.PointTransformer(3, 2, **sizes),
+        config=ConfigDict({"model": {"attention": "softmax"}, "data": {}}),
+        data=PointInfo("spreads", ("a", "b", "c"), (5, 2, 1), 37, "here"),
+        step=3,
+        evaluate=evaluate,
+        pretrained_config=lambda: {"training": {}},
+    )
+    monkeypatch.setattr("studies.linearize.load_run", lambda workdir: run)
+
+    def linearized(*attentions):
+        output, data = tmp_path / "out", object()
+        run_linearize(
+            "run", output, attentions=attentions, settings=SETTINGS, data=data
+        )
+
+    with pytest.raises(ValueError, match="unknown attention 'hedgehogs': did you mean"):
+        linearized("favor", "hedgehogs")
+    with pytest.raises(AssertionError, match="the run was evaluated"):
+        linearized("favor", "hedgehog")
+    assert METRIC.keys() == INPUT_DTYPES.keys()
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from relattn import command
 from relattn.evaluation.compare import shift_report
 from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.files import replace_file
+from relattn.json_files import read_json
 from relattn.messages import check_choice
 from relattn.training.config_file import read_config
 from relattn.training.overrides import typed_keys
@@ -60,8 +61,9 @@ def run_study(
         The table in Markdown, and the failed runs.
 
     Raises:
-        ValueError: If the preset does not exist, an option is invalid, or the current
-            folder is not the project's root.
+        ValueError: If the preset does not exist, an option is invalid, the output
+            folder has results of another study, or the current folder is not the
+            project's root.
         OSError: If the folder cannot be written to, or a run cannot be loaded.
     """
     check_choice("preset", preset, PRESETS)
@@ -82,6 +84,7 @@ def run_study(
         for config in row.runs.values():
             read_config(config, overrides)  # Raises before anything is trained.
     output = usable_folder(output, "--output")
+    _check_results(output / "results.json", preset)
     trainings, groups = [], {}
     for done in range(0, seeds, together or seeds):
         num_seeds = min(together or seeds, seeds - done)
@@ -135,6 +138,14 @@ def run_study(
         text += "\n" + redraw_report(study, finished, output)
         replace_file(output / "table.md", text)
     return text, failed
+
+
+def _check_results(path: Path, preset: str) -> None:
+    """Raises ValueError if a folder has results of another study."""
+    if path.exists() and read_json(path, dict).get("preset") != preset:
+        raise ValueError(
+            f"{path} is of another study than {preset}: choose another --output"
+        )
 
 
 @command.entry_point

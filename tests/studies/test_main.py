@@ -301,6 +301,10 @@ def test_invalid_arguments_are_rejected(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(WorkdirError, match="--output .*/file is a file: name a d"):
         __main__.run_study("translution_text", tmp_path / "file")
+    (tmp_path / "results.json").write_text('{"preset": "rpe_vit"}')
+    message = "results.json is of another study than translution_text: choose another"
+    with pytest.raises(ValueError, match=message):
+        __main__.run_study("translution_text", tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="run the study from the project's root"):
         __main__.run_study("translution_text", tmp_path)

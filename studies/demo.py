@@ -86,6 +86,7 @@ def run_demo(
         raise ValueError(f"--seeds sets --config.{key}: leave it out")
     if not Path(CONFIG).exists():
         raise ValueError(f"no {CONFIG} here: run the demo from the project's root")
+    variants = list(dict.fromkeys(variants))
     if not variants:
         raise ValueError("no variant: name at least one by --variants")
     for variant in variants:

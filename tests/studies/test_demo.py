@@ -52,12 +52,26 @@ def test_invalid_variants_and_seeds_are_rejected(tmp_path):
 
 
 @pytest.mark.slow
-def test_error_has_the_log_of_the_failed_training(tmp_path):
-    message = "learnable_sincos, seed 0 failed; .*train.log ends with:(.|\n)*num_steps"
-    with pytest.raises(ChildProcessError, match=message):
+def test_the_log_of_the_failed_training_is_printed(tmp_path, capfd):
+    with pytest.raises(ChildProcessError, match="not trained: learnable_sincos, seed"):
         run_demo(
             tmp_path, variants=["learnable_sincos"], overrides=["--config.num_steps=-1"]
         )
+    message = "learnable_sincos, seed 0 failed; .*train.log ends with:(.|\n)*num_steps"
+    assert re.search(message, capfd.readouterr().out)
+
+
+def test_a_variant_that_is_named_twice_is_trained_once(tmp_path, monkeypatch):
+    asked = []
+
+    def train(trainings, jobs):
+        asked.extend(training.name for training in trainings)
+        raise ChildProcessError
+
+    monkeypatch.setattr("studies.demo.train", train)
+    with pytest.raises(ChildProcessError):
+        run_demo(tmp_path, variants=["none", "banded", "none"])
+    assert asked == ["none, seed 0", "banded, seed 0"]
 
 
 def test_demo_runs_only_in_the_root_folder(tmp_path, monkeypatch):

@@ -134,7 +134,8 @@ class GPT(nn.Module):
         """Computes the logits of the token after each token.
 
         Args:
-            tokens: Ids below ``vocab_size``, shape ``[batch, n]``.
+            tokens: Ids from 0 to ``vocab_size - 1``, shape ``[batch, n]``; others make
+                the logits NaN, unless they are padding.
             key_mask: True for tokens that exist, shape ``[batch, n]``.
             segment_ids: For packed sequences: tokens attend only to tokens of the same
                 run of equal ids, shape ``[batch, n]``. An id that comes back after
@@ -178,8 +179,10 @@ class GPT(nn.Module):
             dtype=self.dtype,
             name="embedding",
         )
+        # A negative id would count from the end; one that is too large is NaN.
+        tokens = jnp.where(tokens < 0, jnp.int32(self.vocab_size), tokens)
         if key_mask is not None:
-            # Ids of padding may be out of range, whose embeddings are NaN.
+            # Ids of padding may be out of range.
             tokens = jnp.where(key_mask, tokens, 0)
         x = embedding(tokens)
         # x + p, for encodings that act on tokens: the rows from the first token on, or

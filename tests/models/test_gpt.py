@@ -370,6 +370,15 @@ def test_bfloat16_models_have_float32_logits():
     assert logits.dtype == np.float32 and np.isfinite(logits).all()
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_ids_out_of_range_give_nan(token):
+    model, variables, tokens = make()
+    tokens[:, 3] = token
+    assert jnp.isnan(run(model.apply, variables, tokens)).all()
+    apply = functools.partial(model.apply, key_mask=jnp.asarray(tokens != token))
+    assert jnp.isfinite(run(apply, variables, tokens)).all()
+
+
 def test_a_sequence_longer_than_the_context_raises():
     model, variables, tokens = make()
     message = "sequence of 14 tokens is longer than context_length=7"

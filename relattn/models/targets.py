@@ -335,6 +335,13 @@ def _hf(make_form: Callable[[Mapping[str, Any]], _Form], model: Model) -> Files:
     tensors = invert_table(table, model.parameters, options["num_layers"])
     tensors = write_hf_names(tensors, form.family, form.encoder)
     height, width, channels = model.config["image_shape"]
+    patch = options["patch_size"]
+    # The other classes take the square root of the number of patches for both sides.
+    if form.family != "vit" and (height != width or patch[0] != patch[1]):
+        raise ValueError(
+            f"it has images of {height}x{width} pixels and patches of {patch[0]}x"
+            f"{patch[1]}, not squares; export it as stablehlo or onnx"
+        )
     sizes = {
         "hidden_size": options["dim"],
         "num_hidden_layers": options["num_layers"],

@@ -146,6 +146,7 @@ def test_checkpoints_are_written_as_pytorch_wrote_them(name, library):
         "timm has no model with attention='fav",
         "timm has no GPT, only ViT: export this model as stable",
         "norm_type='rms_norm': GPT-2 has",
+        "SigLIP cannot hold this model: it has images of 4x16 pixels and patches",
     ]
 )
 @pytest.mark.parametrize(
@@ -173,6 +174,19 @@ def test_checkpoints_are_written_as_pytorch_wrote_them(name, library):
             "hf",
             {"pool": "cls_mean", "mlp_dim": 9},
             "DINOv2 cannot hold this model: mlp_dim=9 does not follow from dim=6",
+        ),
+        (
+            VIT,
+            "hf",
+            {"pool": "cls_mean", "patch_size": [2, 1]},
+            "DINOv2 cannot hold this model: it has images of 4x4 pixels and patches of "
+            "2x1, not squares; export it as stablehlo or onnx",
+        ),
+        (
+            {**VIT, "image_shape": [4, 16, 1]},
+            "hf",
+            {"pool": "mean", "qkv_bias": True},
+            "SigLIP cannot hold this model: it has images of 4x16 pixels and patches",
         ),
         (
             VIT,

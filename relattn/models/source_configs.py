@@ -234,13 +234,6 @@ that do not change the model
                 "false"
             )
     settings = {key: value for key, value in settings.items() if value is not None}
-    unknown = sorted(set(settings) - keys.read - set(keys.fixed) - keys.harmless)
-    if unknown:
-        raise ValueError(
-            f"{where} has keys whose meaning is "
-            f"{list_problems({'unknown:': unknown})}; remove those that do not change "
-            f"the {what}"
-        )
     for key, allowed in keys.fixed.items():
         value = settings.get(key, allowed[0])
         values = value if isinstance(value, list) and value else [value]
@@ -250,6 +243,14 @@ that do not change the model
                 f"{where} has {key}={shorten(value)}, which relattn's {what} does not "
                 f"have: expected {expected}"
             )
+    # Last: the keys of another --source are unknown too.
+    unknown = sorted(set(settings) - keys.read - set(keys.fixed) - keys.harmless)
+    if unknown:
+        raise ValueError(
+            f"{where} has keys whose meaning is "
+            f"{list_problems({'unknown:': unknown})}; remove those that do not change "
+            f"the {what}"
+        )
     values = {f"{key}?": VALUES[key] for key in keys.read & set(VALUES)}
     check_json(settings, values, where)
     return {key: value for key, value in settings.items() if key in keys.read}

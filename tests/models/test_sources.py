@@ -606,6 +606,11 @@ def test_checkpoint_of_another_source_is_refused():
     message = "patch_embed.proj.weight is missing: the checkpoint is of another --sou"
     with pytest.raises(ValueError, match=message):
         SOURCES["timm"](tensors, {})
+    # Before its unknown keys, which nobody should remove.
+    settings = json.loads((FIXTURES / "hf_dinov2" / "config.json").read_text())
+    message = "has model_type='dinov2_with_registers', which relattn's model does not"
+    with pytest.raises(ValueError, match=message):
+        SOURCES["hf_vit"](tensors, settings)
 
 
 def test_two_models_in_one_file_are_refused():

@@ -237,7 +237,16 @@ def test_models_of_volumes_are_refused():
         ("timm", {"num_registers": 2, "pool": "mean", "class_token": True}, 3, "xsm"),
         ("timm", {"mlp_dim": 11, "activation": "gelu_tanh"}, 3, "vit_xsmall"),
         ("timm", {"pool": "attention", "patch_size": [4, 2]}, 3, "vit_xsmall"),
-        ("hf", {"head_dim": 3, "scan_layers": False}, 3, "ViTForImageClassification"),
+        (
+            "hf",
+            {
+                "head_dim": 3,
+                "scan_layers": False,
+                "position": " learned (antialias=True)",
+            },
+            3,
+            "ViTForImageClassification",
+        ),
         ("hf", {"qkv_bias": False, "patch_size": [4, 2]}, 0, "ViTModel"),
         (
             "hf",

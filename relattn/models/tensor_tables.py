@@ -356,12 +356,14 @@ def position_grid(
     ``before`` lists how many positions may come before those of the grid.
     """
     if "image_size" not in settings:
-        for first in before:
-            side = math.isqrt(max(count - first, 0))
-            if side > 0 and side**2 == count - first:
-                return (side, side)
+        rests = [count - first for first in before if first < count]
+        squares = [rest for rest in rests if math.isqrt(rest) ** 2 == rest]
+        if len(squares) == 1:
+            return (math.isqrt(squares[0]),) * 2
+        # With rows of several registers or without, both may be squares.
+        kind = "more than one" if squares else "not a"
         raise ValueError(
-            f"the table of positions has {count} rows, not a square grid: set "
+            f"the table of positions has {count} rows, {kind} square grid: set "
             "image_size=[height, width] in a config.json beside the checkpoint"
         )
     size = image_size(settings)

@@ -348,17 +348,22 @@ def read_hf_names(tensors: Tensors) -> dict[str, np.ndarray]:
         memory, are one as on disk.
 
     Raises:
-        ValueError: If a gate has no hidden layer.
+        ValueError: If two tensors have the same name then, or a gate has no hidden
+            layer.
     """
-    renamed = {}
-    for name, tensor in tensors.items():
-        name = _HF_ENCODERS.sub("", name)
+    renamed, origins = {}, {}
+    for origin, tensor in tensors.items():
+        name = _HF_ENCODERS.sub("", origin)
         for names in HF_RENAMED.values():
             for theirs, ours in names.items():
                 name = _replace(name, theirs, ours)
         if not name.startswith(_HF_HEADS):
             name = f"vit.{name}"
-        renamed[name] = tensor
+        if name in renamed:
+            raise ValueError(
+                f"{origins[name]} and {origin} are of two encoders: save one model"
+            )
+        renamed[name], origins[name] = tensor, origin
     if f"{_HF_LAYER.format(0)}mlp.gate_proj.weight" in renamed:
         for name in [name for name in renamed if ".mlp.gate_proj." in name]:
             gate, up = renamed.pop(name), name.replace("gate_proj", "up_proj")

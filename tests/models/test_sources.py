@@ -617,6 +617,22 @@ def test_two_models_in_one_file_are_refused():
     tensors = {"model.norm.bias": np.ones(3), "module.norm.bias": np.zeros(3)}
     with pytest.raises(ValueError, match=r"model.norm.bias and module.norm.bias are"):
         unwrap(tensors)
+    tensors = {"vision_model.norm.bias": np.ones(3), "dinov2.norm.bias": np.zeros(3)}
+    message = "vision_model.norm.bias and dinov2.norm.bias are of two encoders: save"
+    with pytest.raises(ValueError, match=message):
+        SOURCES["hf_dinov2"](tensors, {})
+
+
+def test_a_grid_with_and_without_registers_is_asked_for():
+    """25 rows are 5 x 5 patches, or 4 x 4 after CLS and eight registers."""
+    tensors = timm_tensors(grid=(4, 4), extra=9)
+    tensors["reg_token"] = np.ones((1, 8, DIM), "f4")
+    with pytest.raises(ValueError, match="25 rows, more than one square grid: set ima"):
+        SOURCES["timm"](tensors, {"num_heads": HEADS})
+    for size in (8, 10):
+        settings = {"num_heads": HEADS, "image_size": size}
+        found = SOURCES["timm"](tensors, settings).config["image_shape"]
+        assert found == [size, size, 3]
 
 
 def test_names_of_transformers_5_in_memory_are_read():

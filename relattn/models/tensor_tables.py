@@ -359,7 +359,8 @@ def position_grid(
         rests = [count - first for first in before if first < count]
         squares = [rest for rest in rests if math.isqrt(rest) ** 2 == rest]
         if len(squares) == 1:
-            return (math.isqrt(squares[0]),) * 2
+            side = math.isqrt(squares[0])
+            return (side, side)
         # With rows of several registers or without, both may be squares.
         kind = "more than one" if squares else "not a"
         raise ValueError(

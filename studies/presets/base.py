@@ -135,6 +135,10 @@ class Preset:
             >>> Preset("Two", [row], []).on("cifar10").datasets
             ['cifar10']
         """
+        if self.datasets == [""]:
+            raise ValueError(
+                "the models of this study have one run each: leave --dataset out"
+            )
         check_choice("dataset", dataset, self.datasets)
         rows = [
             dataclasses.replace(row, runs={dataset: row.runs[dataset]})

@@ -292,6 +292,8 @@ def test_invalid_arguments_are_rejected(tmp_path, monkeypatch):
         __main__.run_study("translution_text", tmp_path, seeds=2, together=3)
     with pytest.raises(ValueError, match="dataset 'cifar': did you mean 'cifar10'"):
         __main__.run_study("rpe_vit", tmp_path, dataset="cifar")
+    with pytest.raises(ValueError, match="have one run each: leave --dataset out"):
+        __main__.run_study("translution_text", tmp_path, dataset="bytes")
     with pytest.raises(ValueError, match="model 'rop': did you mean 'rope'"):
         __main__.run_study("translution_text", tmp_path, models=["translution", "rop"])
     with pytest.raises(ValueError, match=r"num_step: did you mean 'num_steps'"):

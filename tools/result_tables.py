@@ -331,16 +331,20 @@ def fourier() -> str:
     for row in trained["rows"]:
         name, columns = row["name"], row["columns"]
         (sizes,) = memory[name]["bytes_per_device"]
-        step = 1000 * batch_size / speeds[name]["examples_per_second"]
+        step = MISSING
+        if name in speeds:
+            seconds = batch_size / speeds[name]["examples_per_second"]
+            step = f"{1000 * seconds:,.0f} ms"
         rows.append(
             [
                 _label(name),
                 f"{columns['parameters']['mean']:.2f}M",
-                f"{step:,.0f} ms",
+                step,
                 f"{sizes['total'] / 1e9:.2f} GB",
+                # The published ones are of other trainings.
                 *(
-                    f"{columns[f'static_{evaluated}']['mean']:.1f}"
-                    for evaluated in ("static", "dynamic")
+                    _value(columns[f"static_{to}"] | {"published": ""})
+                    for to in ("static", "dynamic")
                 ),
             ]
         )

@@ -29,6 +29,7 @@ import numpy as np
 from relattn import command
 from relattn.command import lacks_resources, one_line
 from relattn.files import check_folder, expand, replace_file
+from relattn.json_files import to_plain
 from relattn.manifest import write_manifest
 from relattn.messages import check_choice, printable
 from relattn.models import preprocessing, pretrained, variable_names
@@ -122,7 +123,7 @@ def export(
             write_safetensors(output / name, content)
             continue
         if not isinstance(content, bytes):
-            content = json.dumps(content, indent=2, default=list) + "\n"
+            content = json.dumps(content, indent=2, default=to_plain) + "\n"
         replace_file(output / name, content)
     write_manifest(output, files)
     return difference

@@ -44,6 +44,26 @@ class Range:
         return f"{_NAMES[self.kind]} from {self.low:g} to {self.high:g}"
 
 
+def to_plain(value: Any) -> Any:
+    """Converts what `json.dumps` calls its ``default`` for, in configurations.
+
+    Args:
+        value: A mapping that is no dict, such as a ``ConfigDict``; or a number or an
+            array of NumPy.
+
+    Returns:
+        A dict, a number or a list.
+
+    Example:
+        >>> import numpy as np
+        >>> json.dumps([np.int64(7), np.array([2, 3])], default=to_plain)
+        '[7, [2, 3]]'
+    """
+    if hasattr(value, "keys"):
+        return {key: value[key] for key in value.keys()}  # noqa: SIM118
+    return value.tolist()
+
+
 _SIDE, _SIZE, _COUNT = Range(1, 2**16), Range(1, 2**24), Range(0, 2**53)
 # The schemas of the data's description, in runs and in saved models, by its kind.
 DATA = {

@@ -24,6 +24,7 @@ from relattn import models
 from relattn.command import lacks_resources, one_line
 from relattn.extras import require_train
 from relattn.files import check_folder, expand, replace_file
+from relattn.json_files import to_plain
 from relattn.manifest import FILE_PREFIX, MANIFEST, find_damage, write_manifest
 from relattn.messages import shorten
 from relattn.models import hub, preprocessing
@@ -348,7 +349,7 @@ def load_pretrained(
         size, old = (*frames, *pair), (*frames, height, width)
         variables = resize_images(module, variables, old, size)
         before = min(height, width)
-        config = {**config, "image_shape": [*size, channels]}
+        config = {**config, "image_shape": [*map(int, size), channels]}
         if "preprocessing" in config:
             values = config["preprocessing"]
             resized = round(values["resized"] * min(size[-2:]) / before)
@@ -510,7 +511,7 @@ def save_pretrained(
             name: _narrow(name, x, _dtype_of(name, dtype))
             for name, x in tensors.items()
         }
-    text = json.dumps(config, indent=2, default=list)
+    text = json.dumps(config, indent=2, default=to_plain)
     folder = check_folder(folder, "folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)

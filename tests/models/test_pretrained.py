@@ -24,10 +24,11 @@ from relattn.training.errors import CheckpointError
 from relattn.training.predict import read_tokenizer_file
 from relattn.training.saved_run import load_run, load_text_run
 from tests.data.test_tokenizers import write_tokenizer
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import quick_jit
 
 FIXTURES = Path(__file__).parents[1] / "pretrained"
-# The bound on the difference, of the largest logit.
+# Largest difference, of the largest logit.
 BOUND = 1e-4
 
 
@@ -314,6 +315,22 @@ def test_every_variable_survives_saving(model, tmp_path):
     loaded = relattn.load_pretrained(tmp_path)
     carried = {name: variables[name] for name in loaded.variables}
     jax.tree.map(np.testing.assert_array_equal, carried, loaded.variables)
+
+
+def test_configurations_of_numpy_and_ml_collections_are_saved(tmp_path):
+    model = {"name": "vit", "dim": 6, "num_heads": 3, "num_layers": 1, "patch_size": 2}
+    config = {"model": ConfigDict(model), "num_classes": np.int64(5)}
+    config["image_shape"] = np.array([4, 6, 1])
+    variables = jax.eval_shape(
+        pretrained.build(config).init, jax.random.key(0), jnp.ones((1, 4, 6, 1))
+    )
+    variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), variables)
+    pretrained.save_pretrained(tmp_path, config, variables)
+    with unchecked_annotations():
+        loaded = relattn.load_pretrained(tmp_path, image_size=np.array([6, 8]))
+    pretrained.save_pretrained(tmp_path, loaded.config, loaded.variables)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved == {"model": model, "num_classes": 5, "image_shape": [6, 8, 1]}
 
 
 @pytest.mark.slow

@@ -317,6 +317,7 @@ def test_every_variable_survives_saving(model, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, carried, loaded.variables)
 
 
+@unchecked_annotations()
 def test_configurations_of_numpy_and_ml_collections_are_saved(tmp_path):
     model = {"name": "vit", "dim": 6, "num_heads": 3, "num_layers": 1, "patch_size": 2}
     config = {"model": ConfigDict(model), "num_classes": np.int64(5)}
@@ -326,8 +327,7 @@ def test_configurations_of_numpy_and_ml_collections_are_saved(tmp_path):
     )
     variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), variables)
     pretrained.save_pretrained(tmp_path, config, variables)
-    with unchecked_annotations():
-        loaded = relattn.load_pretrained(tmp_path, image_size=np.array([6, 8]))
+    loaded = relattn.load_pretrained(tmp_path, image_size=np.array([6, 8]))
     pretrained.save_pretrained(tmp_path, loaded.config, loaded.variables)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved == {"model": model, "num_classes": 5, "image_shape": [6, 8, 1]}

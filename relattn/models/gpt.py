@@ -231,6 +231,8 @@ class GPT(nn.Module):
                 f"tokens have shape {tokens.shape}, expected [batch, n]: add the axis "
                 "of the batch, tokens[None]"
             )
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be whole numbers, got {tokens.dtype}")
         row = tokens.shape[1:]
         shapes = (row, (1, *row), tokens.shape)
         if key_mask is not None and key_mask.shape not in shapes:

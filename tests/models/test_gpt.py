@@ -437,6 +437,7 @@ def test_shapes_of_tokens_and_their_mask_are_checked():
     model, variables, tokens = make()
     for given, key_mask, message in (
         (tokens[0], None, "tokens have shape (7,), expected [batch, n]: add the axis"),
+        (tokens.astype(float), None, "tokens must be whole numbers, got float"),
         (tokens, np.ones((3, 5), bool), "key_mask has shape (3, 5), expected (3, 7)"),
         (tokens, np.ones((2, 7), bool), "key_mask has shape (2, 7), expected (3, 7)"),
     ):

@@ -379,10 +379,11 @@ def split_attention_mask(
             "split_attention_mask needs a mask whose values are known: call it outside "
             "jax.jit, or pass mask=key_mask[:, None, None] to the layer"
         ) from None
+    if values.ndim < 3:
+        found = "None: leave it out" if mask is None else values.shape
+        raise ValueError(f"mask must be [*batch, heads, n, m], got {found}")
     _check_not_additive(values)
     allowed = values != 0
-    if allowed.ndim < 3:
-        raise ValueError(f"mask must be [*batch, heads, n, m], got {allowed.shape}")
     one_head = allowed[..., 0, :, :]
     if (allowed == one_head[..., None, :, :]).all():
         queries, keys = one_head.any(axis=-1), one_head.any(axis=-2)

@@ -16,6 +16,7 @@ from relattn.nn.compat import (
     dot_product_attention,
     split_attention_mask,
 )
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, quick_jit, run
 
 BATCH, N, M, HEADS, HEAD_DIM, VALUE_DIM = 3, 7, 11, 6, 5, 13
@@ -468,8 +469,10 @@ def test_a_mask_of_unknown_values_is_refused():
     mask = nn.make_causal_mask(jnp.ones((1, N)))
     with pytest.raises(ValueError, match="known: call it outside jax.jit"):
         jax.jit(split_attention_mask)(mask)
-    with pytest.raises(ValueError, match=r"mask must be \[\*batch, heads, n, m\]"):
-        split_attention_mask(mask[0, 0])
+    for other, found in ((mask[0, 0], r"\(7, 7\)"), (None, "None: leave it out")):
+        message = rf"mask must be \[\*batch, heads, n, m\], got {found}"
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            split_attention_mask(other)
 
 
 @pytest.mark.quick("softmax")

@@ -125,7 +125,9 @@ def dot_product_attention(
             ``"softmax"``, by `relattn.kernels.softmax_attention`; ``"favor"`` and
             ``"relu"``, linear attention with random features; or a kernel
             ``(q, k, v, **options)`` of `relattn.kernels` on ``[..., n, head_dim]``,
-            such as `linear_attention` with the option ``feature_map``.
+            such as `linear_attention` with the option ``feature_map``. With fewer key
+            heads, its tables for each head are
+            ``[key_heads, heads / key_heads, offsets]``.
         return_residual: Whether to also return the logarithm of the sum of exp(scores),
             without gradient.
         **options: Options of the implementation. Those of "favor" and "relu" are

@@ -140,6 +140,21 @@ def test_linear_attention_equals_the_kernel(key_heads, is_causal, heads):
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_tables_of_heads_are_grouped_as_the_docstring_says():
+    q, k, v = inputs(m=N, key_heads=2)
+    bias = draw(2, 3, 2 * N - 1, seed=3)
+
+    def out(k, v, bias):
+        attend = functools.partial(kernels.relative_attention, grid=(N,), bias=bias)
+        return run(
+            functools.partial(dot_product_attention, implementation=attend), q, k, v
+        )
+
+    repeated = (jnp.repeat(x, 3, axis=2) for x in (k, v))
+    expected = out(*repeated, bias.reshape(HEADS, -1))
+    np.testing.assert_allclose(out(k, v, bias), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_favor_estimates_softmax_attention():
     q, k, v = inputs()

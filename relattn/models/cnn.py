@@ -187,7 +187,7 @@ class Vgg16(CNN):
             x = _halve(x)
         # 7x7 places of 512 channels, for any size of the images.
         x = average_to_grid(x, (7, 7))
-        x = x.reshape(len(x), math.prod(x.shape[1:]))
+        x = x.reshape(x.shape[0], math.prod(x.shape[1:]))
         # Two hidden layers of 4,096, and the head.
         hidden = head = Linear
         if self.weight_init == "he":

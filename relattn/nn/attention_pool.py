@@ -65,7 +65,7 @@ class AttentionPool(nn.Module):
         probe = self.param(
             "probe", nn.initializers.normal(1.0), (1, 1, dim), jnp.float32
         )
-        probe = jnp.broadcast_to(probe.astype(self.dtype), (len(x), 1, dim))
+        probe = jnp.broadcast_to(probe.astype(self.dtype), (x.shape[0], 1, dim))
         attention = SoftmaxAttention(
             dim, self.num_heads, dtype=self.dtype, name="attention"
         )

@@ -231,7 +231,7 @@ class DropPath(nn.Module):
         """Drops examples at a rate, which may be traced; None drops none."""
         if deterministic or rate is None:
             return x
-        shape = (len(x), *[1] * (x.ndim - 1))
+        shape = (x.shape[0], *[1] * (x.ndim - 1))
         kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - rate, shape)
         # At a rate of 1 all is dropped; a division by zero has gradients of NaN.
         fraction = jnp.where(rate < 1, 1 - rate, 1)

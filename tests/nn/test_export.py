@@ -118,6 +118,25 @@ def test_vit(attention, position):
     expect_same_model("vit", "b, 12, 8, 1", images, options=options, **shape)
 
 
+@pytest.mark.quick("attention")
+@pytest.mark.parametrize("pool", ["mean", "cls_mean", "attention", "polyphase"])
+def test_vit_with_other_pools(pool):
+    options = {**SIZES, "patch_size": 4, "dim": 16, "pool": pool}
+    if pool == "polyphase":
+        options |= {"pool": "mean", "periodic": True, "anchor": pool}
+    images = [draw(batch, 12, 8, 1) for batch in (3, 5)]
+    shape = {"num_classes": 3, "image_shape": (12, 8, 1)}
+    expect_same_model("vit", "b, 12, 8, 1", images, options=options, **shape)
+
+
+@pytest.mark.slow
+def test_points():
+    points = [draw(batch, 7, 3) for batch in (3, 5)]
+    shape = {"num_classes": 3, "point_shape": (7, 2, 1)}
+    options = {**SIZES, "position": "fourier_values"}
+    expect_same_model("point_transformer", "b, 7, 3", points, options=options, **shape)
+
+
 GPTS = [
     *((small(name), "none") for name in CAUSAL),
     *(("softmax", name) for name in POSITIONS if name not in ("none", *ON_PLANES)),

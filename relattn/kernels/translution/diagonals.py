@@ -104,7 +104,7 @@ class DiagonalBlocks:
         for first, last, size in self._groups(v, t_v):
             of_group = weights[:, :, first:]
             blocks = self._to_blocks(first, last, size, t_v, of_group)
-            shape = (len(v), self.length - first, *t_v.shape[2:])
+            shape = (v.shape[0], self.length - first, *t_v.shape[2:])
             out = jnp.zeros(shape, compute_dtype(weights, v, t_v))
             out, _ = _scan(functools.partial(step, first), out, blocks)
             total = total + jnp.pad(out, [(0, 0), (first, 0), (0, 0), (0, 0)])
@@ -117,7 +117,7 @@ class DiagonalBlocks:
 
         A group leaves out the tokens that have no pair at its first offset.
         """
-        batch = 1 if is_symbolic_dim(len(tokens)) else len(tokens)
+        batch = 1 if is_symbolic_dim(tokens.shape[0]) else tokens.shape[0]
         bytes_of_pair = batch * sum(
             math.prod(table.shape[2:]) * table.dtype.itemsize
             for table in tables

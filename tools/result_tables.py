@@ -310,7 +310,10 @@ def _joined_rows(
     for row in rows:
         cells = found.setdefault(_label(row["name"]), {})
         for name in columns.keys() & row["columns"].keys():
-            cells[name] = columns[name][1].format(row["columns"][name]["mean"])
+            # Parameters are those of the first row, with the shortest context.
+            cells.setdefault(
+                name, columns[name][1].format(row["columns"][name]["mean"])
+            )
     return markdown_table(
         ["model", *(title for title, _ in columns.values())],
         [

@@ -41,9 +41,11 @@ class FewBatches:
     """Data with one batch in each of its splits."""
 
     def __init__(self, data):
-        splits = data.eval_splits
+        self.data, splits = data, data.eval_splits
         self.eval_splits = {name: FirstBatch(split) for name, split in splits.items()}
-        self.info, self.train_loader = data.info, data.train_loader
+
+    def __getattr__(self, name):
+        return getattr(self.data, name)
 
 
 def run(name, count):

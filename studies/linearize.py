@@ -154,18 +154,19 @@ def run_linearize(
     source = {"step": run.step, "config": run.pretrained_config()["training"]}
     _check_source(output / "results.json", source)
     data = data_lib.load_data(run.config.data) if data is None else data
+    linearizations = {}
     for attention in attentions:
-        # Raises before anything is trained.
-        Linearization(run, data, attention, settings, output).check()
+        folder = output / re.sub(r"[^\w=.]+", "_", attention).strip("_")
+        linearization = Linearization(run, data, attention, settings, folder)
+        linearization.check()  # Raises before anything is trained.
+        linearizations[attention] = linearization
     softmax = run.evaluate(data)
     metric = METRIC[run.data.kind]
     results: dict[str, Any] = {"source": source, "metric": metric}
     results |= {"data": run.data.name, "softmax": softmax, "attentions": {}}
-    for attention in attentions:
-        folder = output / re.sub(r"[^\w=.]+", "_", attention).strip("_")
-        stages = Linearization(run, data, attention, settings, folder).stages(tuning)
+    for attention, linearization in linearizations.items():
         row = results["attentions"][attention] = {}
-        for stage, result in stages:
+        for stage, result in linearization.stages(tuning):
             row[stage] = result
             print(f"{attention}, {stage}: {metric} {result[metric]:.4f}", flush=True)
             write_json(output / "results.json", results)

@@ -312,6 +312,11 @@ class MultiHeadAttention(nn.Module):
                 "non-causal attention such as 'softmax', 'favor' or 'relu', without a "
                 "position in the layer"
             )
+        if memory is not None and memory.ndim != x.ndim:
+            raise ValueError(
+                "memory must have the batch axes of x, of size 1 where examples share "
+                f"it, got shapes {memory.shape} and {x.shape}"
+            )
         if segment_ids is not None and not self.takes_segments(position):
             raise ValueError(
                 f"{type(self).__name__} cannot separate packed sequences here: leave "
@@ -324,7 +329,7 @@ class MultiHeadAttention(nn.Module):
             memory = finite_tokens(memory, key_mask)
         # An axis for the heads, also of a mask without a batch.
         key_mask, segment_ids = (
-            None if mask is None else jnp.atleast_2d(mask)[:, None]
+            None if mask is None else jnp.atleast_2d(jnp.asarray(mask))[..., None, :]
             for mask in (key_mask, segment_ids)
         )
         if position is not None and self.causal:

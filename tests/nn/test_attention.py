@@ -787,6 +787,37 @@ def test_attention_without_a_cross_form_raises(attention, options):
         jax.eval_shape(make(layer=0).init, jax.random.key(0), x, memory=x)
 
 
+def test_masks_of_two_batch_axes_equal_those_of_one():
+    make, _ = build("softmax", "none", dim=DIM, num_heads=HEADS, num_layers=1)
+    # As many examples in a row as heads, which the masks must not meet.
+    x, rng = normal(1, 2 * HEADS, N, DIM), np.random.default_rng(0)
+    masks = {
+        "key_mask": rng.random((2 * HEADS, N)) < 0.7,
+        "segment_ids": rng.integers(2, size=(2 * HEADS, N)),
+    }
+
+    @quick_jit
+    def outs(key, x):
+        module = make(layer=0)
+        variables = module.init(key, x)
+        rows = {k: mask.reshape(2, HEADS, N).tolist() for k, mask in masks.items()}
+        rows["key_mask"] = jnp.array(rows["key_mask"])
+        out = module.apply(variables, x.reshape(2, HEADS, N, DIM), **rows)
+        return out.reshape(x.shape), module.apply(variables, x, **masks)
+
+    with unchecked_annotations():
+        out, expected = outs(jax.random.key(0), x)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+def test_memory_of_other_batch_axes_raises():
+    make, _ = build("softmax", "none", dim=DIM, num_heads=HEADS, num_layers=1)
+    x = jnp.ones((2, N, DIM))
+    message = "memory must have the batch axes of x, of size 1"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        jax.eval_shape(make(layer=0).init, jax.random.key(0), x, memory=x[0])
+
+
 @pytest.mark.quick("favor-none-True")
 @pytest.mark.parametrize(
     ("attention", "position", "causal"),

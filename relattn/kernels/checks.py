@@ -213,17 +213,16 @@ def _parse_layouts(hint):
 def _to_array(name, x, choices):
     """Converts an argument to an array of the annotated kind."""
     kind = choices[0].kind
-    dtype = getattr(x, "dtype", None)
     if kind is Bool:
-        if dtype is None or not jnp.issubdtype(dtype, jnp.bool):
-            found = type(x).__name__ if dtype is None else dtype
+        x = jnp.asarray(x)
+        if x.dtype != bool:
             raise ValueError(
                 f"{name} must be boolean, True where attention is allowed, got "
-                f"{found}: pass {name} == 0 for an additive mask of 0 and -inf, "
+                f"{x.dtype}: pass {name} == 0 for an additive mask of 0 and -inf, "
                 f"{name}.astype(bool) for a mask of ones and zeros"
             )
-        return jnp.asarray(x)
-    x = x if kind is Int and dtype is not None else jnp.asarray(x)
+        return x
+    x = x if kind is Int and hasattr(x, "dtype") else jnp.asarray(x)
     if kind is Int and jnp.issubdtype(x.dtype, jnp.inexact):
         raise ValueError(f"{name} must hold whole numbers, got {x.dtype}")
     if kind is Int or jnp.issubdtype(x.dtype, jnp.floating):

@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from relattn.nn.implementations import (
+    JAX_NN,
     USE_SOFTMAX,
     Kernel,
     call_kernel,
@@ -30,9 +31,6 @@ from relattn.nn.implementations import (
     takes,
     to_scores,
 )
-
-# Implementations of jax.nn, which computes them.
-_JAX_NN = (None, "xla", "cudnn")
 
 
 @overload
@@ -165,7 +163,7 @@ def dot_product_attention(
     scores = (*batch, heads, n, key.shape[-3])
     mask = to_scores(mask, "mask", scores)
     bias = to_scores(bias, "bias", scores)
-    if implementation in _JAX_NN:
+    if implementation in JAX_NN:
         if query.ndim > 4 or options:
             raise ValueError(
                 f"implementation {implementation!r} is jax.nn's, which takes at most "
@@ -264,7 +262,7 @@ def attention_fn(
         >>> out.shape
         (1, 7, 8)
     """
-    if implementation in _JAX_NN:
+    if implementation in JAX_NN:
         implementation = "softmax"
     causal_here, keys_here = is_causal, key_mask
 

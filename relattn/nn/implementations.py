@@ -70,6 +70,8 @@ IMPLEMENTATIONS = {
     "softmax": kernels.softmax_attention,
     **{name: forms[0] for name, forms in _RANDOM.items()},
 }
+# Those of jax.nn, which computes them; None lets it choose.
+JAX_NN = (None, "xla", "cudnn")
 # The causal form of a kernel.
 _CAUSAL = {
     kernels.softmax_attention: kernels.causal_softmax_attention,
@@ -95,7 +97,8 @@ def resolve(
                 f"implementation {shorten(implementation)} must be a name: pass its "
                 "options as arguments, such as projection="
             )
-        check_choice("implementation", implementation, IMPLEMENTATIONS)
+        names = [*IMPLEMENTATIONS, *JAX_NN[1:]]
+        check_choice("implementation", implementation, names)
         kernel = IMPLEMENTATIONS[implementation]
         if implementation in _RANDOM and "projection" not in options:
             num_features = kernels.default_num_features(head_dim)

@@ -392,6 +392,10 @@ def test_implementations_of_jax_nn_compute_what_it_does(implementation, monkeypa
             r"'favor\(num_features=3\)' must be a name: pass its options as arguments",
         ),
         (
+            {"implementation": "cuddn"},
+            "unknown implementation 'cuddn': did you mean 'cudnn'",
+        ),
+        (
             {"local_window_size": (1, 2, 3)},
             r"must be a number or \(left, right\), got \(1, 2, 3\)",
         ),

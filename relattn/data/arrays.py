@@ -68,15 +68,16 @@ def read_arrays(file: Path) -> Images:
             "arrays train_images and train_labels"
         )
     images, labels = splits["train"]
+    given = class_order(map(str, labels.tolist()))
+    check_several_classes(given, str(file))
     class_names, classes = read_class_names(arrays, file), "a class of training"
     if class_names and labels.dtype.kind in "iu":
         # Numbers are positions in the given names.
         known = {str(label): label for label in range(len(class_names))}
         classes = f"a position in the {len(class_names)} {CLASS_NAMES}"
     else:
-        class_names = class_names or class_order(map(str, labels.tolist()))
+        class_names = class_names or given
         known = {name: label for label, name in enumerate(class_names)}
-    check_several_classes(class_names, str(file))
     found = {}
     for name, split in splits.items():
         if split is not None:
@@ -126,7 +127,7 @@ def open_arrays(
             raise
         raise ValueError(
             f"{file} cannot be read ({describe_error(error)}): write it with "
-            "numpy.savez, without arrays of objects"
+            "numpy.savez, without arrays of objects: names are labels.astype(str)"
         ) from error
 
 

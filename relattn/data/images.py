@@ -175,22 +175,22 @@ class ImageData:
             >>> len(data.train), len(data.test)
             (5, 2)
         """
-        if test_images is None and test_labels is not None:
-            raise ValueError("test_labels needs test_images: pass both or neither")
-        whole = _check_split(images, labels, len(class_names), "images")
+        if (test_images is None) != (test_labels is None):
+            raise ValueError(
+                "test_images and test_labels need each other: pass both or neither"
+            )
+        names = tuple(class_names)
+        whole = _check_split(images, labels, len(names), "images")
         train, validation = split_validation(whole, num_validation, split_seed)
         test = validation
         if test_images is not None:
-            test = _check_split(
-                test_images, test_labels, len(class_names), "test_images"
-            )
+            test = _check_split(test_images, test_labels, len(names), "test_images")
             if test.images.shape[1:] != whole.images.shape[1:]:
                 raise ValueError(
                     f"test_images has images of shape {test.images.shape[1:]}, but "
                     f"images has {whole.images.shape[1:]}: resize one of them"
                 )
         mean, std = channel_statistics(train.images)
-        names = tuple(class_names)
         origin = f"arrays of {len(images)} images"
         return cls(
             name, train, validation, test, names, mean, std, origin, augment=augment
@@ -278,6 +278,11 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
         labels: Their labels.
         name: The name of the images, for the message.
     """
+    if images.dtype == object and images.ndim == 1:
+        raise ValueError(
+            f"{name} are an array of objects: resize the images to one size, and pass "
+            "np.stack(images)"
+        )
     if images.ndim not in (4, 5):
         raise ValueError(
             f"{name} have shape {images.shape}, expected [n, height, width, channels], "
@@ -289,10 +294,11 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
             f"{images_hint(images)}"
         )
     first, *_, before_last, last = images.shape[1:]
-    if images.ndim == 4 and first in (1, 3) and last > 4 and before_last > 4:
+    if images.ndim == 4 and 0 < first <= 4 < min(before_last, last):
         raise ValueError(
             f"{name} have shape {images.shape}, which is [n, channels, height, width]: "
-            "pass images.transpose(0, 2, 3, 1)"
+            "pass images.transpose(0, 2, 3, 1), or images[..., None] if they are "
+            f"volumes of {first} frames"
         )
     if images.ndim == 4 and last > 4 and last == before_last:
         raise ValueError(
@@ -313,13 +319,18 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
 
 
 def check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
-    """Raises ValueError if a label is not from 0 to ``num_classes`` - 1.
+    """Raises ValueError unless labels are from 0 to ``num_classes`` - 1, at least 1.
 
     Args:
         labels: The labels.
         num_classes: Number of classes.
         name: The name of the split, for the message.
     """
+    if num_classes < 2:
+        raise ValueError(
+            f"{name} has fewer than 2 classes ({num_classes}): add examples of another "
+            "class"
+        )
     # A device raises no error on a label out of range: the loss is silently wrong.
     if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
         raise ValueError(
@@ -331,7 +342,14 @@ def check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
 def _check_split(
     images: np.ndarray, labels: np.ndarray | None, num_classes: int, name: str
 ) -> ImageSplit:
-    images, labels = np.array(images), np.asarray(labels)
+    try:
+        images, labels = np.array(images), np.asarray(labels)
+    except ValueError as error:
+        # NumPy makes no array of lists of different lengths.
+        raise ValueError(
+            f"{name}, or their labels, differ in shape: resize the images to one size, "
+            "and give each one label"
+        ) from error
     check_arrays(images, labels, name)
     if not len(images):
         raise ValueError(f"{name} has no images: pass at least one")

@@ -199,9 +199,9 @@ def as_sequence(
     """Returns a sequence of images; one image becomes a sequence of one.
 
     Args:
-        images: A path, a Pillow image, a list of these or of arrays, or an array of one
-            image or more: ``[n, height, width, channels]``, where grey images may lack
-            the last axis.
+        images: A path, a Pillow image, a list or an array of these or of arrays, or an
+            array of one image or more: ``[n, height, width, channels]``, where grey
+            images may lack the last axis.
         image_shape: Height, width and channels of an image as the model was trained on;
             for volumes frames before them.
 
@@ -218,6 +218,9 @@ def as_sequence(
     if isinstance(images, list | tuple):
         return images
     array = np.asarray(images)
+    if array.dtype.kind in "OU" and array.ndim:
+        # Paths in a table of pandas, or images of different sizes.
+        return list(array)
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.number):
         raise ValueError(
             "images must be a path, a Pillow image, an array, or a list of these, got "

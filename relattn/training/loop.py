@@ -187,8 +187,9 @@ def _check_data(
     check_description(data.info)
     if not len(data.eval_splits["validation"]):
         raise ValueError(
-            "config.data.num_validation must be at least 1: the best checkpoint is "
-            "chosen by validation accuracy"
+            f"{data.info.name} has no validation examples, by which the best "
+            "checkpoint is chosen: set config.data.num_validation, or num_validation "
+            "of data of your own, to at least 1"
         )
     for name, split in data.eval_splits.items():
         if not len(split):

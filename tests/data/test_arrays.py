@@ -76,6 +76,11 @@ def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):
         ),
         ({"train_labels": LABELS[:6]}, r"has shape \(6,\) .*, expected 7 integers or"),
         ({"train_labels": LABELS / 2}, "dtype float64, expected 7 integers or names"),
+        (
+            {"train_labels": LABELS * 0, "class_names": ["a", "b"]},
+            "are of one class, '0': add images of another",
+        ),
+        ({"train_labels": LABELS.astype("S")}, r"S\d+, .*: pass labels.astype\(str\)$"),
         ({"train_labels": LABELS * 0}, "are of one class, '0': add images of another"),
         ({"train_images": IMAGES / 255}, r"float64, expected uint8 .*: for values in"),
         (
@@ -85,6 +90,8 @@ def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):
         ({"train_images": IMAGES > 3}, r"pass \(255 \* images\).astype\(np.uint8\)$"),
         ({"train_images": IMAGES.astype(int)}, r": pass images.astype\(np.uint8\)$"),
         ({"train_images": 257 * IMAGES.astype(np.uint16)}, r"16 bits .*images >> 8"),
+        ({"train_images": 16 * IMAGES.astype(np.uint16)}, r", for 12 bits with >> 4$"),
+        ({"train_images": IMAGES * np.nan}, r"pass np.nan_to_num\(images\)"),
         (
             {"train_images": IMAGES.reshape(7, -1)},
             r"shape \(7, \d+\), .*: reshape them",
@@ -98,7 +105,7 @@ def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):
         ({"train_labels": LABELS * np.nan}, "pass one whole number for each image$"),
         ({"class_names": ["a", "b", "a"]}, r"names in .*a.npz has 'a' twice: give ea"),
         (
-            {"train_images": np.zeros((7, 2, 5, 5), np.uint8)},
+            {"train_images": np.zeros((7, 6, 5, 5), np.uint8)},
             r"which is \[n, frames, height, width\], volumes .*: pass images\[..., No",
         ),
         ({"class_names": ["a", "b"]}, r"train in .* have 2, .* in the 2 class_names"),

@@ -122,8 +122,16 @@ def test_a_source_of_relattn_is_not_replaced():
         ({"labels": np.zeros(5, int)}, r"images have shape \(5,\) .* expected 7 integ"),
         ({"labels": np.zeros(7)}, "and dtype float64, expected 7 integers"),
         ({"labels": np.full(7, 2)}, "are from 2 to 2, expected 0 to 1"),
-        ({"test_labels": None}, "labels of test_images have shape"),
-        ({"test_images": None}, "test_labels needs test_images"),
+        (
+            {"labels": np.array(list("abababa"))},
+            r"pass \[class_names.index\(name\) for",
+        ),
+        ({"labels": np.array(["a", None] * 4, object)[:7]}, "pass one label for each"),
+        ({"labels": np.zeros(7, object)}, r"object, .*: pass labels.astype\(int\)"),
+        ({"labels": np.zeros((7, 1), int)}, r"\(7, 1\) .*: pass labels\[:, 0\]"),
+        ({"class_names": ["a"]}, r"images has fewer than 2 classes \(1\): add"),
+        ({"test_labels": None}, "test_images and test_labels need each other: pass"),
+        ({"test_images": None}, "test_images and test_labels need each other: pass"),
         (
             {"test_images": np.zeros((7, 6, 3, 1), np.uint8)},
             r"test_images has images of shape \(6, 3, 1\), but images has \(5, 3, 1\)",
@@ -131,6 +139,16 @@ def test_a_source_of_relattn_is_not_replaced():
         ({"labels": np.array([0, 1, 0, 0, 0, 0, -1])}, "are from -1 to 1, expected 0"),
         ({"labels": np.full(7, np.nan)}, "type float64, expected 7 integers"),
         ({"images": np.zeros((7, 3, 5, 6), np.uint8)}, r"pass images.transpose\(0, 2"),
+        ({"images": np.zeros((7, 4, 9, 5), np.uint8)}, r"pass images.transpose\(0, 2"),
+        ({"images": np.zeros((7, 5, 3, 1), object)}, r"pass images.astype\(float\)"),
+        (
+            {"images": [np.zeros((5, 3 + i % 2, 1), np.uint8) for i in range(7)]},
+            "differ in shape: resize the images to one size",
+        ),
+        (
+            {"images": np.array([*map(np.zeros, range(7))], object)},
+            "an array of objects: resize the images to one size, and pass np.stack",
+        ),
         ({"images": np.full((7, 5, 3, 1), np.nan)}, "type float64, expected uint8"),
         ({"images": np.full((7, 5, 3, 1), 300)}, "type int64, expected uint8"),
         ({"images": np.zeros((7, 0, 3, 1), np.uint8)}, "the images have no pixels"),
@@ -143,15 +161,14 @@ def test_a_source_of_relattn_is_not_replaced():
 def test_arrays_of_another_type_shape_or_range_are_refused(change, message):
     images, labels = np.zeros((7, 5, 3, 1), np.uint8), np.zeros(7, int)
     arguments = {
+        "class_names": ["a", "b"],
         "images": images,
         "labels": labels,
         "test_images": images,
         "test_labels": labels,
     }
-    with pytest.raises(ValueError, match=message):
-        ImageData.from_arrays(
-            "mine", class_names=("a", "b"), num_validation=1, **arguments | change
-        )
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        ImageData.from_arrays("mine", num_validation=1, **arguments | change)
 
 
 def test_splits_are_checked_without_from_arrays():

@@ -388,7 +388,7 @@ def test_validation_images_are_needed(config, tmp_path, monkeypatch):
     monkeypatch.setattr(
         data_lib, "load_data", lambda config: make_data(num_validation=0)
     )
-    with pytest.raises(ValueError, match=r"num_validation must be at least 1"):
+    with pytest.raises(ValueError, match="or num_validation of data of your own"):
         training.train_and_evaluate(config, tmp_path)
 
 

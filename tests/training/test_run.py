@@ -194,6 +194,8 @@ def test_command_takes_the_run_and_the_images_without_options(
         *("class 3", "label 3", "probability 3"),
     ]
     expected = run.predict(images)
+    column = run.predict(np.array([first, second], object))
+    np.testing.assert_array_equal(column.probabilities, expected.probabilities)
     for row, file, values in zip(rows, files, expected.probabilities, strict=True):
         order = sorted(range(3), key=lambda label: -values[label])
         assert row[0] == str(file)

@@ -26,7 +26,7 @@ class Torus(tuple):
     """A periodic grid, accepted wherever a grid is.
 
     Offsets count modulo the size of each axis, which has as many offsets as tokens. The
-    offset of a pair is the shortest one, from -(size - 1) // 2 to size // 2 along an
+    offset of a pair is the shortest one, from -((size - 1) // 2) to size // 2 along an
     axis. A table has the rows of the offsets 0 .. size - 1 modulo size, in row-major
     order.
 

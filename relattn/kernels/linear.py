@@ -320,7 +320,7 @@ def causal_linear_attention(
         True
 
     Source:
-        Choromanski et al., Rethinking Attention with Performers, section 2.5; chunks:
+        Choromanski et al., Rethinking Attention with Performers, appendix B.1; chunks:
         Hua et al., Transformer Quality in Linear Time, section 3.2; state:
         Katharopoulos et al., Transformers are RNNs, section 3.4.
     """

@@ -190,9 +190,10 @@ class TranslutionAttention(OffsetAttention):
     d = p_i - p_j.
 
     Tables have a matrix for each offset on the grid, and three for prefix tokens;
-    causal tables have one for each offset 0, 1, ...; with ``absolute`` there is one for
-    each pair. They start uniform in +-1/dim, as in the authors' code, and have no
-    biases. No position is needed; one at the site ``tokens`` is possible.
+    causal tables have one for each offset 0, 1, ..., which keys take too: Wk[d]. With
+    ``absolute`` there is one for each pair. They start uniform in +-1/dim, as in the
+    authors' code, and have no biases. No position is needed; one at the site ``tokens``
+    is possible.
 
     Example:
         >>> import jax
@@ -236,7 +237,8 @@ class LorTranslutionAttention(OffsetAttention):
     """Adds low-rank Translution to softmax attention (LoR-Translution).
 
     a_ij = (q_i . k_j + (x_i Wq1) Wq2[d] . (x_j Wk1) Wk2[-d]) / sqrt(head_dim),
-    out_i = sum_j softmax_j(a_ij) (x_j Wv + x_j Wv1 Wv2[d] Wv3), d = p_i - p_j.
+    out_i = sum_j softmax_j(a_ij) (x_j Wv + x_j Wv1 Wv2[d] Wv3), d = p_i - p_j. Causal
+    keys have Wk2[d].
 
     Tables start uniform in +-1/(rank num_heads), as in the authors' code. Without ``v``
     in ``relative`` there is no low-rank value, without ``q`` and ``k`` no low-rank

@@ -103,10 +103,10 @@ class Rope2d(Position):
     """Rotates queries and keys by position-dependent angles (RoPE), on a grid.
 
     The row gives the angles of half of the pairs, the column those of the other half,
-    with the frequencies w_t = base^(-t / (head_dim / 4)) in each. On a grid of three
-    axes, as of a video, each axis has a third of the pairs, the last axes one more
-    where they do not divide evenly. On a torus the frequencies are rounded to multiples
-    of 2 pi / size, the first to at least one. No parameters.
+    with the frequencies w_t = base^(-t / num) for the num = head_dim / 4 pairs of each.
+    On a grid of three axes, as of a video, each axis has a third of the pairs. The last
+    axes have one more where they do not divide evenly. On a torus the frequencies are
+    rounded to multiples of 2 pi / size, the first to at least one. No parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.

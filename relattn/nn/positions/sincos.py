@@ -65,7 +65,8 @@ class Learned(Position):
 class Sincos(Position):
     """Adds fixed sinusoids to the tokens.
 
-    They equal the initial values of `LearnableSincos`. No parameters.
+    They equal the initial values of `LearnableSincos` with the same ``base``. No
+    parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.

@@ -39,7 +39,8 @@ def check_images(images: Any) -> None:
     if images.ndim < 4:
         raise ValueError(
             f"images have shape {images.shape}, expected [batch, height, width, "
-            "channels]: add the axis of the batch, images[None]"
+            "channels]: add the axis of the batch, images[None], or of the channels, "
+            "images[..., None]"
         )
     if not jnp.issubdtype(images.dtype, jnp.floating):
         # A model would take 255 for a value 255 times as large as white.
@@ -105,7 +106,7 @@ def patch_grid(image_size: Sequence[int], patch_size: PatchSize) -> tuple[int, .
     if any(side > size for size, side in pairs):
         raise ValueError(
             f"patch_size={patch_size} is larger than the image of {shown} "
-            "pixels; choose a smaller patch or larger images"
+            "pixels; choose a smaller patch or larger images, whose channels come last"
         )
     if min(patch) < 1 or any(size % side for size, side in pairs):
         raise ValueError(

@@ -32,7 +32,12 @@ from relattn.models.patches import adapt_channels
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.models.saved_config import read_saved_config
-from relattn.models.variable_names import Variables, flatten, unflatten
+from relattn.models.variable_names import (
+    Variables,
+    check_tensors,
+    flatten,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from relattn.data import Tokenizer
@@ -321,6 +326,11 @@ def load_pretrained(
         >>> loaded.model.apply(loaded.variables, jnp.zeros((1, 4, 6, 1))).shape
         (1, 3)
     """
+    if model is not None and not isinstance(model, Mapping):
+        raise ValueError(
+            "model must be a dict of options, such as {'attention': 'softmax'}, got "
+            f"{shorten(model)}"
+        )
     changes = dict(model or {})
     folder = find_model(folder, changes)
     _verify(folder)
@@ -345,6 +355,11 @@ def load_pretrained(
         if module.inputs != "images":
             raise ValueError(f"image_size={image_size} needs a model of images")
         pair: Any = image_size if np.ndim(image_size) else (image_size,) * 2
+        if len(pair) != 2 or not all(isinstance(x, int | np.integer) for x in pair):
+            raise ValueError(
+                "image_size must be a whole number, or two (height and width), got "
+                f"{shorten(image_size)}"
+            )
         *frames, height, width, channels = config["image_shape"]
         size, old = (*frames, *pair), (*frames, height, width)
         variables = resize_images(module, variables, old, size)
@@ -458,7 +473,10 @@ def read_config(
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no model: it has no {CONFIG}")
+        raise FileNotFoundError(
+            f"{folder} holds no model: it has no {CONFIG}; name a folder that "
+            "run.save_pretrained or relattn convert wrote"
+        )
     config = read_saved_config(path)
     if changes:
         config["model"] |= changes
@@ -500,11 +518,22 @@ def save_pretrained(
         tokenizer: The contents of ``tokenizer.json``, if the data have one.
 
     Raises:
-        ValueError: If the configuration describes no model, ``dtype`` is not one of
-            floats, or a number is too large for it.
+        ValueError: If the configuration describes no model, or another one than that of
+            the variables, ``dtype`` is not one of floats, or a number is too large for
+            it.
         OSError: If ``folder`` is empty or a file, or cannot be written.
     """
-    tensors = flatten(build(config), variables)
+    module = build(config)
+    shapes, given = (
+        {
+            jax.tree_util.keystr(path, simple=True, separator="."): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (abstract(module, config), variables)
+    )
+    shapes = {name: leaf.shape for name, leaf in shapes.items()}
+    check_tensors(shapes, given, "the tree of variables")
+    tensors = flatten(module, variables)
     if dtype is not None:
         dtype = _float_dtype(dtype)
         tensors = {

@@ -146,7 +146,7 @@ def check_tensors(
 def leaf_names(model: nn.Module, path: Any, shape: Any) -> tuple[list[str], bool]:
     """Names a leaf; returns several names, and True, for a leaf of stacked layers."""
     keys = [getattr(key, "key", None) or getattr(key, "name", "") for key in path]
-    if keys[1] == "position":
+    if keys[1:2] == ["position"]:
         terms = [spec.parse(term)[0] for term in spec.terms(model.position)]
         term = int(keys.pop(2).removeprefix("terms_")) if len(terms) > 1 else 0
         # Two encodings of the same name are told apart by their order.

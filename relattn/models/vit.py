@@ -238,6 +238,7 @@ class ViT(nn.Module):
             overlap=self.patch_overlap,
             periodic=self.periodic,
         )
+        self._check_channels(images, x)
         # Tokens: norm, Linear, norm of the patches.
         if self.embedding_norms:
             x = norm(name="patch_norm")(x)
@@ -282,6 +283,19 @@ class ViT(nn.Module):
         return self._classify(x.astype(jnp.float32))
 
     @nn.nowrap
+    def _check_channels(self, images, patches):
+        """Checks that images have the channels of the parameters, if there are any."""
+        embedding = self.get_variable("params", "embedding")
+        if embedding is None:
+            return
+        channels, inputs = images.shape[-1], embedding["kernel"].shape[0]
+        if inputs != patches.shape[-1]:
+            raise ValueError(
+                f"images have {channels} channels, but the model's parameters are for "
+                f"{inputs * channels / patches.shape[-1]:g}: pass such images, or load "
+                f"a saved model by load_pretrained(folder, channels={channels})"
+            )
+
     def _check(self, images: Array, key_mask: Array | None) -> None:
         """Raises ValueError if attributes, images and mask do not fit together."""
         check_images(images)

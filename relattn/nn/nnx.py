@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from relattn import kernels, models, offsets
 from relattn.kernels.checks import at_most, check_position
+from relattn.messages import shorten
 from relattn.models.sampling import Prompts
 from relattn.nn import registry
 from relattn.nn.positions.base import LayerPosition
@@ -154,7 +155,15 @@ def _draw(
     module: nn.Module, init: Callable[[nn.Module], Any], rngs: nnx.Rngs
 ) -> Mapping[str, Any]:
     """Draws the variables of a Linen module; ``init`` calls it."""
-    keys = {name: rngs[name]() for name in ("params", "random_features")}
+    names = ("params", "random_features")
+    if not isinstance(rngs, nnx.Rngs) or not all(
+        name in rngs or "default" in rngs for name in names
+    ):
+        raise ValueError(
+            "rngs must be flax.nnx.Rngs with the streams params and random_features, "
+            f"or a default one, such as nnx.Rngs(0), got {shorten(rngs)}"
+        )
+    keys = {name: rngs[name]() for name in names}
     return jax.jit(lambda keys: module.init(keys, method=init))(keys)
 
 

@@ -99,7 +99,7 @@ TIMM = {"architecture": "vit_base_patch16_224.augreg_in1k", "num_classes": 1000}
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (None, "^hf:a/b holds no model: it has no config.json$"),
+        (None, "^hf:a/b holds no model: it has no config.json; name a folder"),
         ({}, "^hf:a/b/config.json describes no model of relattn: it has no model$"),
         ({"model_type": "bert"}, "it has model_type='bert', which relattn cannot conv"),
         ({"model_type": ["bert"]}, r"it has model_type=\['bert'\], which relattn can"),

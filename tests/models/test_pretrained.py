@@ -294,6 +294,30 @@ def test_saved_weights_of_another_model_are_refused(tmp_path):
         relattn.load_pretrained(tmp_path)
 
 
+def test_variables_of_another_model_are_not_saved(tmp_path):
+    variables = save_gpt(tmp_path).variables
+    other = {**GPT_CONFIG, "vocab_size": 7}
+    for config, given, message in (
+        (GPT_CONFIG, variables["params"], "missing params.* unexpected blocks?_0"),
+        (other, variables, r"another shape params.embedding.embedding \(6, 4\) inst"),
+    ):
+        with pytest.raises(ValueError, match=f"variables does not fit .*{message}"):
+            pretrained.save_pretrained(tmp_path / "new", config, given)
+    assert not (tmp_path / "new").exists()
+
+
+@unchecked_annotations()
+def test_changes_of_another_type_are_refused(tmp_path):
+    convert("timm", FIXTURES / "timm" / "model.safetensors", tmp_path)
+    for change, message in (
+        ({"model": "favor"}, "model must be a dict of options, such as .*, got 'fa"),
+        ({"image_size": "12"}, "image_size must be a whole number, or two .* got '12"),
+        ({"image_size": (8, 8, 1)}, r"or two \(height and width\), got \(8, 8, 1\)$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            relattn.load_pretrained(tmp_path, **change)
+
+
 @pytest.mark.quick("model0")
 @pytest.mark.parametrize(
     "model",

@@ -306,9 +306,18 @@ def test_images_that_are_no_inputs_are_refused(name):
     for images, message in (
         (np.zeros((3, 32, 32, 1), np.uint8), "are uint8, but .* as run.preprocess and"),
         (np.zeros((32, 32, 1), np.float32), "add the axis of the batch, images.None."),
+        (np.zeros((5, 32, 32), np.float32), r"of the channels, images\[..., None\]"),
     ):
         with unchecked_annotations(), pytest.raises(ValueError, match=message):
             jax.eval_shape(model.init, jax.random.key(0), images)
+
+
+@pytest.mark.parametrize("embedding_norms", [True, False])
+def test_images_of_other_channels_are_refused(embedding_norms):
+    model, variables, images = make(embedding_norms=embedding_norms)
+    message = "images have 3 channels, but the model's parameters are for 1: pass"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(model.apply, variables, images.repeat(3, axis=-1))
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (2, 6), (6,), (3, 2, 3)])

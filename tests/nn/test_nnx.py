@@ -15,6 +15,7 @@ from relattn import kernels
 from relattn.kernels import draw_random_features
 from relattn.nn import ATTENTIONS, build
 from relattn.nn.nnx import MultiHeadAttention, Position, RandomFeatures, redraw
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, quick_jit
 from tests.helpers.specs import small
 
@@ -45,6 +46,13 @@ def test_attention_equals_linen_with_its_variables(name):
     np.testing.assert_array_equal(ours(x), linen.apply(variables, x, **call))
     with pytest.raises(ValueError, match="the variables do not fit the module"):
         ours.update_from_linen({"params": variables["params"]["out"]})
+
+
+@unchecked_annotations()
+@pytest.mark.parametrize("rngs", [0, jax.random.key(0), nnx.Rngs(params=0)])
+def test_other_random_numbers_than_those_of_a_layer_are_refused(rngs):
+    with pytest.raises(ValueError, match=r"such as nnx.Rngs\(0\), got"):
+        MultiHeadAttention("favor", **SIZES, rngs=rngs)
 
 
 @pytest.mark.quick("favor-learned + rope2d", "softmax-relative_key")

@@ -299,9 +299,9 @@ def _self_attention(attention):
     return make
 
 
-def _translution(attention, *, causal=False):
+def _translution(attention, *, causal=False, clip=None):
     def make(sizes):
-        index, rows = _offset_index(sizes, causal)
+        index, rows = _offset_index(sizes, causal, clip)
         weights = _weights(sizes, rows, sizes.width, sizes.num_heads, sizes.head_dim)
         function = functools.partial(attention, index=index)
         return function, [_tokens(sizes, index.num_prefix), *weights]
@@ -335,11 +335,12 @@ def _lor_translution(attention, *, causal=False):
     return make
 
 
-def _offset_index(sizes, causal):
+def _offset_index(sizes, causal, clip=None):
     """Returns the index of a kernel's tables and the number of their rows."""
     if causal:
-        return kernels.CausalOffsets(sizes.length), sizes.length
-    index = kernels.Offsets(sizes.grid, num_prefix=1)
+        index = kernels.CausalOffsets(sizes.length, clip)
+        return index, sizes.length if clip is None else clip + 2
+    index = kernels.Offsets(sizes.grid, num_prefix=1, clip=clip)
     return index, index.rows
 
 
@@ -450,6 +451,10 @@ CASES: dict[str, Case] = {
     "gather_band": Case(_banded(gather_band)),
     "translution": Case(_translution(kernels.translution)),
     "causal_translution": Case(_translution(kernels.translution, causal=True)),
+    "clipped_translution": Case(_translution(kernels.translution, clip=2)),
+    "causal_clipped_translution": Case(
+        _translution(kernels.translution, causal=True, clip=2)
+    ),
     "lor_translution": Case(_lor_translution(kernels.lor_translution)),
     "causal_lor_translution": Case(
         _lor_translution(kernels.lor_translution, causal=True)

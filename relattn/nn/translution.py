@@ -99,8 +99,8 @@ class OffsetAttention(MultiHeadAttention):
         if self.absolute:
             return kernels.Pairs(length)
         if self.causal:
-            return kernels.CausalOffsets(length)
-        return kernels.Offsets(context.grid_for(_NEED), context.num_prefix)
+            return kernels.CausalOffsets(length, self.clip)
+        return kernels.Offsets(context.grid_for(_NEED), context.num_prefix, self.clip)
 
     def projection_tables(
         self,
@@ -151,8 +151,6 @@ class OffsetAttention(MultiHeadAttention):
     ) -> Array:
         """Returns the table of a projection: the parameter ``[*rows, *shape]``.
 
-        With ``clip``, the parameter's expansion to all offsets.
-
         Args:
             name: ``"q"``, ``"k"`` or ``"v"``.
             shape: Shape of a matrix, ``(width, heads, head_dim)``.
@@ -162,24 +160,24 @@ class OffsetAttention(MultiHeadAttention):
         Returns:
             The table, in the compute dtype.
         """
-        grid = context.grid_for(_NEED)
-        table = grid_table(
+        return grid_table(
             self,
             f"{name}_table",
             uniform(bound),
             (*self.rows(context), *shape),
-            grid,
+            context.grid_for(_NEED),
             whose="Translution's",
             remedy=", since its matrices are not resized",
         ).astype(self.dtype)
-        if self.clip is None:
+
+    def expand(self, table: Array, context: Context) -> Array:
+        """Returns a table with a row for each offset, for one token of decoding."""
+        # A matrix for all pairs has no rows.
+        if self.clip is None or table.ndim == 3:
             return table
-        return clipped.expand_clipped_table(
-            table,
-            grid=grid,
-            clip=self.clip,
-            num_prefix=context.num_prefix,
-            causal=self.causal,
+        grid = context.grid_for(_NEED)
+        return kernels.expand_clipped_table(
+            table, grid=grid, clip=self.clip, causal=True
         )
 
 
@@ -219,6 +217,7 @@ class TranslutionAttention(OffsetAttention):
         if context.index is not None:
             past = self.update_cache("tokens", x, context)
             if x.shape[-2] == 1:
+                tables = [self.expand(table, context) for table in tables]
                 out = kernels.causal_translution_step(
                     past, *tables, index=context.index
                 )
@@ -403,6 +402,7 @@ class LorTranslutionAttention(OffsetAttention):
     ) -> tuple[Array | None, Array | None]:
         """Computes the outputs of one token, in decoding."""
         assert context.index is not None
+        tables = tuple(x if x is None else self.expand(x, context) for x in tables)
         outs = kernels.causal_lor_translution_step(
             past[0], past[1], tables, index=context.index, **options
         )

@@ -1,7 +1,5 @@
 """Rows: Translution and LoR-Translution."""
 
-import functools
-
 import jax.numpy as jnp
 
 from relattn import kernels, offsets
@@ -59,12 +57,11 @@ def join(outputs):
     return jnp.concatenate([merge_heads(x) for x in outputs], axis=-1)
 
 
-def translution(name, make_index, table, rows, *, expand=lambda w: w, **options):
+def translution(name, make_index, table, rows, **options):
     """Returns a row; ``rows`` index the tables of the reference, None for pairs."""
 
     def apply(x, w_q, w_k, w_v, key_mask=None):
         index = make_index(x.shape[-2])
-        w_q, w_k, w_v = (expand(w) for w in (w_q, w_k, w_v))
         out = kernels.translution(x, w_q, w_k, w_v, index=index, key_mask=key_mask)
         return merge_heads(out)
 
@@ -82,24 +79,23 @@ def translution(name, make_index, table, rows, *, expand=lambda w: w, **options)
         scaled_input="x",
         queries_from_keys=True,
         masks_queries=True,
-        roundings=(1, 4),
         used_by=("translution",),
-        **options,
+        **{"roundings": (1, 4), **options},
     )
 
 
-def clipped(name, make_index, grid, num_prefix=0, *, causal=False):
-    """Returns the row of a table in which far offsets share a matrix."""
-    where = {"grid": grid, "clip": CLIP, "num_prefix": num_prefix, "causal": causal}
+def clipped(name, index, grid, num_prefix=0, *, causal=False):
+    """Returns the row of an index in which far offsets share a matrix."""
     rows = reference.offset_rows(grid, num_prefix, causal)
     return translution(
         name,
-        make_index,
-        (kernels.num_clipped_rows(**where),),
+        lambda length: index,
+        (kernels.num_clipped_rows(grid, CLIP, num_prefix, causal=causal),),
         reference.clip_rows(rows, grid, CLIP, causal),
-        expand=functools.partial(kernels.expand_clipped_table, **where),
         causal=causal,
         on_grid=True,
+        # Tokens are used for the pairs at near and at far offsets.
+        roundings=(1, 7),
     )
 
 
@@ -162,8 +158,18 @@ MECHANISMS = [
         on_grid=True,
         fixed_length="must have the same n",
     ),
-    clipped("clipped Translution", index_grid, GRID, NUM_PREFIX),
-    clipped("causal clipped Translution", kernels.CausalOffsets, (N,), causal=True),
+    clipped(
+        "clipped Translution",
+        kernels.Offsets(GRID, NUM_PREFIX, CLIP),
+        GRID,
+        NUM_PREFIX,
+    ),
+    clipped(
+        "causal clipped Translution",
+        kernels.CausalOffsets(N, CLIP),
+        (N,),
+        causal=True,
+    ),
     lor_translution(
         "LoR-Translution",
         index_grid,
@@ -218,7 +224,12 @@ def _on_grid(name, make_index, grid):
     table = (offsets.num_table_rows(grid, NUM_PREFIX),)
     return [
         translution(f"Translution, {name}", make_index, table, rows, on_grid=True),
-        clipped(f"clipped Translution, {name}", make_index, grid, NUM_PREFIX),
+        clipped(
+            f"clipped Translution, {name}",
+            kernels.Offsets(grid, NUM_PREFIX, CLIP),
+            grid,
+            NUM_PREFIX,
+        ),
         lor_translution(
             f"LoR-Translution, {name}", make_index, table, rows, on_grid=True
         ),

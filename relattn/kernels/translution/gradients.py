@@ -29,7 +29,6 @@ from relattn.kernels.translution.prefix import (
     prefix_rows,
     project,
 )
-from relattn.offsets import num_offsets
 
 
 def _pair_scores(scan, q, k, t_q, t_k):
@@ -199,7 +198,7 @@ def _start_gradient(scan, table, rows):
     if not scan.num_prefix:
         return jnp.zeros_like(table)
     rows = rows.reshape(-1, *table.shape[1:])
-    return jnp.pad(rows, [(num_offsets(scan.grid), 0)] + 3 * [(0, 0)])
+    return jnp.pad(rows, [(scan.num_offset_rows, 0)] + 3 * [(0, 0)])
 
 
 def _wide_zeros(grid):

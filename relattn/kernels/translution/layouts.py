@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from relattn.kernels.platform import first_carry
+from relattn.kernels.translution.clipped import num_clipped_rows
 from relattn.kernels.translution.schedule import Plan, plan
-from relattn.offsets import Grid
+from relattn.offsets import Grid, num_table_rows
 
 
 class OffsetScan(NamedTuple):
@@ -29,6 +31,7 @@ class OffsetScan(NamedTuple):
         num_heads: Number of heads.
         head_dim: Width of a projection's head.
         precision: Precision of the products.
+        clip: Largest component of an offset with a row of its own, or None.
     """
 
     grid: Grid
@@ -37,11 +40,26 @@ class OffsetScan(NamedTuple):
     num_heads: int
     head_dim: int
     precision: jax.lax.PrecisionLike
+    clip: int | None = None
 
     @property
     def plan(self) -> Plan:
-        """Returns the buckets of the grid."""
-        return plan(self.grid, causal=self.causal)
+        """Returns the buckets of the offsets with a row of their own."""
+        return plan(self.grid, causal=self.causal, clip=self.clip)
+
+    @property
+    def num_offset_rows(self) -> int:
+        """Number of rows of a table before those of prefix tokens."""
+        if self.clip is None:
+            return num_table_rows(self.grid, causal=self.causal)
+        return num_clipped_rows(self.grid, self.clip, causal=self.causal)
+
+    @property
+    def is_far(self) -> np.ndarray:
+        """Pairs of tokens at offsets without a row of their own, ``[n, n]``."""
+        length = math.prod(self.grid)
+        is_far = self.plan.slot_of_pair == len(self.plan.pair_of_slot)
+        return np.pad(is_far.reshape(length, length), [(self.num_prefix, 0)] * 2)
 
     def to_grid(self, x: Array) -> Array:
         """Moves [batch n width] without its prefix to [*grid batch width].
@@ -96,8 +114,8 @@ class OffsetScan(NamedTuple):
                 for x, bucket in zip(slots, self.plan.buckets, strict=True)
             ]
         )
-        # Pairs of later keys have no slot and read a zero.
-        if self.causal:
+        # Pairs of later keys and of far offsets have no slot and read a zero.
+        if self.causal or self.clip is not None:
             joined = jnp.pad(joined, [(0, 1), (0, 0)])
         pairs = _take(joined, self.plan.slot_of_pair)
         length = math.prod(self.plan.shape)

@@ -14,7 +14,8 @@ from jaxtyping import Array
 from relattn.kernels import pallas_gpu
 from relattn.kernels.checks import check_static
 from relattn.kernels.platform import platform_defaults, vary_alike
-from relattn.kernels.precision import current_precision
+from relattn.kernels.precision import current_precision, wide_einsum, widen
+from relattn.kernels.translution.clipped import num_clipped_rows
 from relattn.kernels.translution.core import check_num_tokens
 from relattn.kernels.translution.diagonals import DiagonalBlocks
 from relattn.kernels.translution.gathered import PairBlocks
@@ -24,6 +25,7 @@ from relattn.kernels.translution.prefix import (
     add_prefix_scores,
     add_prefix_values,
     prefix_rows,
+    project,
 )
 from relattn.kernels.translution.rows import RowLoop
 from relattn.offsets import Grid, check_grid, num_table_rows
@@ -34,6 +36,7 @@ class _OffsetIndex:
 
     grid: Grid
     num_prefix: int
+    clip: int | None
     causal: ClassVar[bool]
 
     def scores(
@@ -43,6 +46,12 @@ class _OffsetIndex:
         shape = (q if t_q is None else t_q).shape[-2:]
         scan = self._scan(shape, precision)
         q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
+        if self.clip is not None:
+            near = cast(Array, scan_scores(scan, *vary_alike(q, k, t_q, t_k)))
+            # x_i Tq[far] . x_j Tk[far]
+            heads = (self._project_far(scan, x, t) for x, t in ((q, t_q), (k, t_k)))
+            far = wide_einsum(precision)("bihd,bjhd->bhij", *heads)
+            return jnp.where(scan.is_far, far, near)
         form = platform_defaults().translution
         if form == "offsets":
             return scan_scores(scan, *vary_alike(q, k, t_q, t_k))
@@ -61,7 +70,7 @@ class _OffsetIndex:
         shape = t_v.shape[-2:]
         scan, prefix = self._scan(shape, precision), self.num_prefix
         form = platform_defaults().translution
-        if form == "offsets":
+        if form == "offsets" or self.clip is not None:
             out = cast(Array, scan_values(scan, *vary_alike(weights, v, t_v)))
         elif form == "pairs":
             gpu, other = self._on_gpu(scan, (weights, v), (t_v,))
@@ -71,14 +80,28 @@ class _OffsetIndex:
             inner = weights[:, :, prefix:, prefix:]
             out = self._row_loop(scan).values(inner, v[:, prefix:], t_v)
             out = add_prefix_values(scan, out, weights, v, prefix_rows(scan, t_v))
-        return out.reshape(*out.shape[:2], *shape).swapaxes(1, 2)
+        out = out.reshape(*out.shape[:2], *shape).swapaxes(1, 2)
+        if self.clip is not None:
+            # sum_j weights_ij x_j T[far] over the keys at far offsets.
+            weights = jnp.where(scan.is_far, weights, 0)
+            v = widen(self._project_far(scan, v, t_v))
+            out = out + jnp.einsum("bhij,bjhd->bhid", weights, v, precision=precision)
+        return out
+
+    def _project_far(self, scan, tokens, table) -> Array:
+        """Projects tokens by the matrix of far offsets, if there is a table."""
+        if table is not None:
+            # The last row before those of prefix tokens.
+            matrix = table[scan.num_offset_rows - 1].reshape(table.shape[1], -1)
+            tokens = project(tokens, matrix, scan.precision)
+        shape = *tokens.shape[:2], scan.num_heads, scan.head_dim
+        return tokens.reshape(shape)
 
     def _scan(self, shape, precision) -> OffsetScan:
         """Returns the loop for projections of ``shape``, heads and head_dim."""
         precision = current_precision(precision)
-        return OffsetScan(
-            self.grid, self.num_prefix, self.causal, *shape, precision=precision
-        )
+        where = self.grid, self.num_prefix, self.causal
+        return OffsetScan(*where, *shape, precision=precision, clip=self.clip)
 
     def _row_loop(self, scan) -> RowLoop:
         return RowLoop(self.grid, self.causal, scan.num_heads, scan.precision)
@@ -111,11 +134,17 @@ class Offsets(_OffsetIndex):
     Attributes:
         grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
+        clip: Largest component of an offset with a row of its own; all others share a
+            row, in the order of `relattn.kernels.expand_clipped_table`. Time and
+            parameters then grow with the number of near offsets, not with that of all.
+            None for a row for every offset.
 
     Example:
         >>> index = Offsets((2, 3), num_prefix=1)
         >>> index.length, index.rows
         (7, 18)
+        >>> Offsets((14, 14), num_prefix=1, clip=2).rows
+        29
 
     Source:
         Translution: Unifying Self-attention and Convolution, section 3.3, appendix H.
@@ -123,6 +152,7 @@ class Offsets(_OffsetIndex):
 
     grid: Grid
     num_prefix: int = 0
+    clip: int | None = None
     causal: ClassVar[bool] = False
     allowed = None  # With an annotation, type checkers would see no property.
 
@@ -134,6 +164,8 @@ class Offsets(_OffsetIndex):
     @property
     def rows(self) -> int:
         """Number of rows of a table."""
+        if self.clip is not None:
+            return num_clipped_rows(self.grid, self.clip, self.num_prefix)
         return num_table_rows(self.grid, self.num_prefix)
 
     def check_length(self, num_tokens: int) -> None:
@@ -145,9 +177,10 @@ class Offsets(_OffsetIndex):
         _check_axes(name, table)
         if table.shape[0] != self.rows:
             raise ValueError(
-                f"{name} needs a row for every offset of the grid {self.grid}, and "
-                f"three for prefix tokens where there are any (num_prefix="
-                f"{self.num_prefix}): expected {self.rows} rows, got {table.shape[0]}"
+                f"{name} needs a row for every offset of the grid {self.grid} (clip="
+                f"{self.clip}), and three for prefix tokens where there are any "
+                f"(num_prefix={self.num_prefix}): expected {self.rows} rows, got "
+                f"{table.shape[0]}"
             )
         return table
 
@@ -161,6 +194,8 @@ class CausalOffsets(_OffsetIndex):
 
     Attributes:
         length: Number of tokens.
+        clip: Largest offset with a row of its own, as of `Offsets`; tables then have
+            clip + 2 rows.
 
     Example:
         >>> from relattn.kernels import translution
@@ -174,6 +209,7 @@ class CausalOffsets(_OffsetIndex):
     """
 
     length: int
+    clip: int | None = None
     num_prefix: ClassVar[int] = 0
     causal: ClassVar[bool] = True
 
@@ -195,7 +231,14 @@ class CausalOffsets(_OffsetIndex):
     def check_table(self, name: str, table: Array) -> Array:
         """Returns the table; raises ValueError if it has too few rows."""
         _check_axes(name, table)
-        if table.shape[0] < self.length:
+        if self.clip is not None:
+            rows = num_clipped_rows(self.grid, self.clip, causal=True)
+            if table.shape[0] != rows:
+                raise ValueError(
+                    f"{name} needs a row for each of the offsets 0 .. {self.clip}, and "
+                    f"one for larger ones: expected {rows} rows, got {table.shape[0]}"
+                )
+        elif table.shape[0] < self.length:
             raise ValueError(
                 f"{name} has weights for {table.shape[0]} offsets, too few for a "
                 f"sequence of {self.length} tokens; shorten the sequence or build the "

@@ -10,14 +10,14 @@ from jaxtyping import Array
 
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.translution.layouts import OffsetScan
-from relattn.offsets import PrefixRow, num_offsets
+from relattn.offsets import PrefixRow
 
 
 def prefix_rows(scan: OffsetScan, table: Array | None) -> Any:
     """Returns the rows "in", "self" and "out" of a table; None without one."""
     if table is None:
         return None
-    rows = table[num_offsets(scan.grid) :]
+    rows = table[scan.num_offset_rows :]
     return rows.reshape(*rows.shape[:2], scan.num_heads * scan.head_dim)
 
 

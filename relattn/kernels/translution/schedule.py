@@ -62,12 +62,20 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=64)
-def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
+def plan(
+    grid: Grid,
+    *,
+    causal: bool = False,
+    clip: int | None = None,
+    max_buckets: int = 16,
+) -> Plan:
     """Divides the offsets of a grid into buckets.
 
     Args:
         grid: Size of each axis, in tokens.
         causal: Whether to use the offsets 0, 1, ... of a line only.
+        clip: Largest component of an offset to use, whose rows are then those of
+            `relattn.kernels.expand_clipped_table`; None for all offsets.
         max_buckets: Largest number of buckets; more buckets waste less work and take
             longer to compile.
 
@@ -83,9 +91,14 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
     """
     shape = tuple(grid)
     if isinstance(grid, Torus):
-        return _torus_plan(shape)
+        return _torus_plan(shape, clip)
+    # The number of magnitudes that the table has along each axis.
+    sizes = shape if clip is None else (clip + 1,) * len(shape)
     buckets, padding = [], np.zeros(len(shape), int)
     for ranges in itertools.product(*_split_axes(shape, max_buckets)):
+        ranges = [r[r < size] for r, size in zip(ranges, sizes, strict=True)]
+        if not all(map(len, ranges)):
+            continue
         offsets = np.array(
             [
                 np.multiply(magnitudes, signs)
@@ -101,7 +114,7 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
         buckets.append(
             Bucket(
                 shape=tuple((np.array(shape) - first).tolist()),
-                rows=_table_rows(offsets, shape, causal).astype(np.int32),
+                rows=_table_rows(offsets, sizes, causal).astype(np.int32),
                 corners=np.stack(corners, axis=1).astype(np.int32),
             )
         )
@@ -116,11 +129,18 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
     )
 
 
-def _torus_plan(shape):
+def _torus_plan(shape, clip):
     """Returns the plan of a torus: for offset d the keys start at position -d."""
     offsets = np.indices(shape).reshape(len(shape), -1).T
+    if clip is not None:
+        offsets = offsets[(np.abs(_shortest(offsets, shape)) <= clip).all(axis=1)]
     negatives = -offsets % shape
-    rows = np.stack([o @ _strides(shape) for o in (offsets, negatives)], axis=1)
+    if clip is None:
+        rows = np.stack([o @ _strides(shape) for o in (offsets, negatives)], axis=1)
+    else:
+        strides = _strides([2 * clip + 1] * len(shape))
+        rows = [(_shortest(o, shape) + clip) @ strides for o in (offsets, negatives)]
+        rows = np.stack(rows, axis=1)
     corners = np.stack([np.zeros_like(offsets), negatives], axis=1)
     bucket = Bucket(shape, rows.astype(np.int32), corners.astype(np.int32))
     slot_of_pair, pair_of_slot = _number([bucket], shape, periodic=True)
@@ -132,6 +152,11 @@ def _torus_plan(shape):
         slot_of_pair=slot_of_pair,
         pair_of_slot=pair_of_slot,
     )
+
+
+def _shortest(offsets, shape):
+    """Returns the shortest of equal offsets on a torus, the positive one of two."""
+    return np.where(offsets > np.array(shape) // 2, offsets - np.array(shape), offsets)
 
 
 def _strides(sizes):
@@ -163,11 +188,11 @@ def _split_axes(shape, max_buckets):
     ]
 
 
-def _table_rows(offsets, shape, causal):
+def _table_rows(offsets, sizes, causal):
     """Returns the rows of offsets and of their negatives in tables."""
     if causal:
         return np.concatenate([offsets, offsets], axis=1)
-    sizes = np.array(shape)
+    sizes = np.array(sizes)
     strides = _strides(2 * sizes - 1)
     return np.stack([(o + sizes - 1) @ strides for o in (offsets, -offsets)], axis=1)
 

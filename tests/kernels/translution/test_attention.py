@@ -75,6 +75,52 @@ def test_causal_values_and_gradients_equal_the_reference(length, relative):
     _expect_equal(index, inputs, rows, length > 3, causal=True)
 
 
+@pytest.mark.quick("grid0-1-2-qkv", "None-0-2-qkv")
+@pytest.mark.parametrize(
+    ("grid", "num_prefix", "clip", "relative"),
+    [
+        # Even sizes have an offset that is its own negative.
+        (offsets.Torus((4, 2)), 1, 2, "qkv"),
+        (offsets.Torus((3, 7)), 0, 1, "qv"),
+        ((5, 7), 2, 2, "k"),
+        ((11,), 0, 3, "v"),
+        ((2, 3), 1, 5, "qkv"),
+        (None, 0, 2, "qkv"),
+        (None, 0, 13, "kv"),
+    ],
+)
+def test_clipped_tables_equal_their_expansions(grid, num_prefix, clip, relative):
+    causal, grid = grid is None, grid or (7,)
+    where = {"grid": grid, "num_prefix": num_prefix, "clip": clip, "causal": causal}
+    length = num_prefix + math.prod(grid)
+    index, full = (
+        kernels.Offsets(grid, num_prefix, clip),
+        kernels.Offsets(grid, num_prefix),
+    )
+    if causal:
+        index, full = kernels.CausalOffsets(length, clip), kernels.CausalOffsets(length)
+    x, *weights = _inputs(length, kernels.num_clipped_rows(**where), relative)
+
+    def loss(weights, index, change):
+        weights = [change(w[0]) if w.ndim == 5 else w[0] for w in weights]
+        return (kernels.translution(x, *weights, index=index) ** 2).sum()
+
+    @quick_jit
+    def both(weights):
+        expand = functools.partial(kernels.expand_clipped_table, **where)
+        return [
+            jax.value_and_grad(loss)(weights, *options)
+            for options in ((index, lambda w: w), (full, expand))
+        ]
+
+    found, expected = both(weights)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+        found,
+        expected,
+    )
+
+
 def test_without_keys_output_is_zero():
     inputs, key_mask = (y[0] for y in _inputs(5, 9)), np.zeros(5, bool)
     attend = quick_jit(kernels.translution, index=kernels.Offsets((5,)))
@@ -194,7 +240,19 @@ def test_memory_grows_like_the_scores_not_the_projections(
             kernels.CausalOffsets(6),
             7,
             7,
-            r"index=CausalOffsets\(length=6\) does not fit 7 tokens",
+            r"index=CausalOffsets\(length=6, clip=None\) does not fit 7 tokens",
+        ),
+        (
+            kernels.Offsets((2, 3), 1, clip=2),
+            7,
+            15,
+            r"w_q needs a row for .*\(clip=2\).* expected 29 rows, got 15",
+        ),
+        (
+            kernels.CausalOffsets(6, clip=2),
+            6,
+            6,
+            r"w_q needs a row for each of the offsets 0 .. 2, .* expected 4 rows",
         ),
         (
             kernels.CausalOffsets(6),

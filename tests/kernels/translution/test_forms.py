@@ -75,10 +75,10 @@ def expect_reference(index, num_rows, form, relative="qkv"):
 
 
 @pytest.mark.quick(
-    "aligned_projections-Offsets(grid=(7,), num_prefix=1)",
-    "aligned_matrices-Offsets(grid=Torus((2, 3)), num_prefix=1)",
-    "blocks-Offsets(grid=(5, 1), num_prefix=2)",
-    "one_block-Offsets(grid=Torus((2, 3)), num_prefix=1)",
+    "aligned_projections-Offsets(grid=(7,), num_prefix=1, clip=None)",
+    "aligned_matrices-Offsets(grid=Torus((2, 3)), num_prefix=1, clip=None)",
+    "blocks-Offsets(grid=(5, 1), num_prefix=2, clip=None)",
+    "one_block-Offsets(grid=Torus((2, 3)), num_prefix=1, clip=None)",
 )
 @pytest.mark.parametrize("index", GRIDS, ids=str)
 def test_values_and_gradients_equal_the_reference(index, form):

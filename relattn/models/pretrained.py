@@ -524,15 +524,17 @@ def save_pretrained(
         OSError: If ``folder`` is empty or a file, or cannot be written.
     """
     module = build(config)
-    shapes, given = (
-        {
-            jax.tree_util.keystr(path, simple=True, separator="."): leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for tree in (abstract(module, config), variables)
-    )
-    shapes = {name: leaf.shape for name, leaf in shapes.items()}
-    check_tensors(shapes, given, "the tree of variables")
+    # Else the model is not made of its configuration alone.
+    if config["model"]["name"] in models.MODELS:
+        shapes, given = (
+            {
+                jax.tree_util.keystr(path, simple=True, separator="."): leaf
+                for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            }
+            for tree in (abstract(module, config), variables)
+        )
+        shapes = {name: leaf.shape for name, leaf in shapes.items()}
+        check_tensors(shapes, given, "the tree of variables")
     tensors = flatten(module, variables)
     if dtype is not None:
         dtype = _float_dtype(dtype)

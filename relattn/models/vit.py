@@ -296,6 +296,7 @@ class ViT(nn.Module):
                 f"a saved model by load_pretrained(folder, channels={channels})"
             )
 
+    @nn.nowrap
     def _check(self, images: Array, key_mask: Array | None) -> None:
         """Raises ValueError if attributes, images and mask do not fit together."""
         check_images(images)

@@ -524,7 +524,7 @@ def save_pretrained(
         OSError: If ``folder`` is empty or a file, or cannot be written.
     """
     module = build(config)
-    # Else the model is not made of its configuration alone.
+    # As in `build`, the configuration of another model has no sizes.
     if config["model"]["name"] in models.MODELS:
         shapes, given = (
             {

@@ -296,7 +296,7 @@ def test_clipped_tables_share_the_matrix_of_far_offsets(kind, clip):
         return module.apply(variables, x, **CALL), expected
 
     found, expected = outputs(variables, params)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{"clip": -1}, {"clip": 2, "absolute": True}])

@@ -322,7 +322,7 @@ def _parser() -> command.Parser:
         "--clip",
         type=_positive,
         default=default.clip,
-        help="largest distance of banded",
+        help="largest distance of banded, and near offset of clipped Translution",
     )
     add("--rank", type=_positive, default=default.rank, help="rank of LoR-Translution")
     add(

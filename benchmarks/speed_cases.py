@@ -30,7 +30,7 @@ class Sizes:
         batch: Batch size.
         num_heads: Number of heads.
         head_dim: Components per head.
-        clip: Largest distance of the banded kernels.
+        clip: Largest distance of the banded kernels, near offset of the clipped ones.
         rank: Rank per head of LoR-Translution.
         dtype: Dtype of queries, keys and values.
         num_features: Number of random features; 0 for int(head_dim * ln(head_dim)).
@@ -299,8 +299,9 @@ def _self_attention(attention):
     return make
 
 
-def _translution(attention, *, causal=False, clip=None):
+def _translution(attention, *, causal=False, clipped=False):
     def make(sizes):
+        clip = sizes.clip if clipped else None
         index, rows = _offset_index(sizes, causal, clip)
         weights = _weights(sizes, rows, sizes.width, sizes.num_heads, sizes.head_dim)
         function = functools.partial(attention, index=index)
@@ -339,9 +340,10 @@ def _offset_index(sizes, causal, clip=None):
     """Returns the index of a kernel's tables and the number of their rows."""
     if causal:
         index = kernels.CausalOffsets(sizes.length, clip)
-        return index, sizes.length if clip is None else clip + 2
-    index = kernels.Offsets(sizes.grid, num_prefix=1, clip=clip)
-    return index, index.rows
+    else:
+        index = kernels.Offsets(sizes.grid, num_prefix=1, clip=clip)
+    where = {"causal": causal, "clip": clip}
+    return index, offsets.num_table_rows(index.grid, index.num_prefix, **where)
 
 
 def _tokens(sizes, num_prefix=0):
@@ -451,9 +453,9 @@ CASES: dict[str, Case] = {
     "gather_band": Case(_banded(gather_band)),
     "translution": Case(_translution(kernels.translution)),
     "causal_translution": Case(_translution(kernels.translution, causal=True)),
-    "clipped_translution": Case(_translution(kernels.translution, clip=2)),
+    "clipped_translution": Case(_translution(kernels.translution, clipped=True)),
     "causal_clipped_translution": Case(
-        _translution(kernels.translution, causal=True, clip=2)
+        _translution(kernels.translution, causal=True, clipped=True)
     ),
     "lor_translution": Case(_lor_translution(kernels.lor_translution)),
     "causal_lor_translution": Case(

@@ -326,36 +326,47 @@ def table_offsets(grid: Grid) -> Int[np.ndarray, "rows axes"]:
     return index - (np.array(grid) - 1)
 
 
-def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> int:
+def num_table_rows(
+    grid: Grid, num_prefix: int = 0, *, causal: bool = False, clip: int | None = None
+) -> int:
     """Counts the rows of a table with one row for each kind of token pair.
 
     Args:
         grid: Size of each axis, in tokens.
         num_prefix: Number of prefix tokens.
         causal: Whether tokens attend only to themselves and earlier tokens.
+        clip: Largest component of an offset with a row of its own; all others share
+            one. None for a row for every offset.
 
     Returns:
         `num_offsets`, plus three if there are prefix tokens; the length if ``causal``.
+        With ``clip``, on a grid of any size, (2 clip + 1)^axes + 1 instead of
+        `num_offsets`; clip + 2 if ``causal``.
 
     Raises:
-        ValueError: If the grid is no tuple of sizes, or ``causal`` with a torus,
-            several axes or prefix tokens.
+        ValueError: If the grid is no tuple of sizes, ``clip`` is negative, or
+            ``causal`` with a torus, several axes or prefix tokens.
 
     Example:
         >>> num_table_rows((3, 4)), num_table_rows((3, 4), num_prefix=1)
         (35, 38)
         >>> num_table_rows((5,), causal=True)
         5
+        >>> num_table_rows((14, 14), num_prefix=1, clip=2)
+        29
     """
     check_axes(grid)
-    if not causal:
-        return num_offsets(grid) + len(PrefixRow) * bool(num_prefix)
-    if len(grid) != 1 or num_prefix or isinstance(grid, Torus):
-        raise ValueError(
-            "causal offsets need a grid (length,) and no prefix tokens, got "
-            f"grid={grid} and num_prefix={num_prefix}"
-        )
-    return grid[0]
+    if clip is not None and clip < 0:
+        raise ValueError(f"clip must be at least 0 or None, got {clip}")
+    if causal:
+        if len(grid) != 1 or num_prefix or isinstance(grid, Torus):
+            raise ValueError(
+                "causal offsets need a grid (length,) and no prefix tokens, got "
+                f"grid={grid} and num_prefix={num_prefix}"
+            )
+        return grid[0] if clip is None else clip + 2
+    rows = num_offsets(grid) if clip is None else (2 * clip + 1) ** len(grid) + 1
+    return rows + len(PrefixRow) * bool(num_prefix)
 
 
 def offset_index(grid: Grid, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:

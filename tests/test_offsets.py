@@ -56,7 +56,7 @@ def test_what_is_no_tuple_of_sizes_raises(grid):
         lambda: offsets.check_grid(15, grid),
         lambda: offsets.num_table_rows(grid),
         lambda: kernels.Offsets(grid).check_length(15),
-        lambda: kernels.num_clipped_rows(grid, 2),
+        lambda: offsets.num_table_rows(grid, clip=2),
     ]
     for check in checks:
         with (

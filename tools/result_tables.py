@@ -617,6 +617,7 @@ TABLES: dict[str, Callable[[], str]] = {
         {
             "Translution": _translution("translution"),
             "Translution, gathered": _translution("gather_translution"),
+            "Translution, clip 2": _translution("clipped_translution"),
             "LoR-Translution, rank 8": _translution("lor_translution"),
             "LoR-Translution, gathered": _translution("gather_lor_translution"),
             "self-attention": _translution("self_attention"),

@@ -105,7 +105,6 @@ from relattn.kernels.translution.attention import translution as translution
 from relattn.kernels.translution.clipped import (
     expand_clipped_table as expand_clipped_table,
 )
-from relattn.kernels.translution.clipped import num_clipped_rows as num_clipped_rows
 from relattn.kernels.translution.general import (
     general_translution as general_translution,
 )

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float
 
 from relattn import kernels, offsets
 from relattn.kernels.platform import platform_defaults
-from relattn.kernels.translution import clipped
 from relattn.messages import check_choice
 from relattn.nn.attention import ATTENTION_WEIGHTS, Context, MultiHeadAttention
 from relattn.nn.blocks import Linear, uniform
@@ -78,13 +77,9 @@ class OffsetAttention(MultiHeadAttention):
     def rows(self, context: Context) -> tuple[int, ...]:
         """Returns the leading axes of a table."""
         grid, num_prefix = context.grid_for(_NEED), context.num_prefix
-        if self.clip is not None:
-            rows = clipped.num_clipped_rows(
-                grid, self.clip, num_prefix, causal=self.causal
-            )
-            return (rows,)
         if not self.absolute:
-            return (offsets.num_table_rows(grid, num_prefix, causal=self.causal),)
+            where = {"causal": self.causal, "clip": self.clip}
+            return (offsets.num_table_rows(grid, num_prefix, **where),)
         if self.causal:
             raise ValueError(
                 "Translution with absolute=True has no causal form; choose "

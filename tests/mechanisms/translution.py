@@ -90,7 +90,7 @@ def clipped(name, index, grid, num_prefix=0, *, causal=False):
     return translution(
         name,
         lambda length: index,
-        (kernels.num_clipped_rows(grid, CLIP, num_prefix, causal=causal),),
+        (offsets.num_table_rows(grid, num_prefix, causal=causal, clip=CLIP),),
         reference.clip_rows(rows, grid, CLIP, causal),
         causal=causal,
         on_grid=True,

@@ -8,43 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from relattn.kernels.checks import check_arguments
-from relattn.offsets import Grid, PrefixRow, Torus, num_table_rows
-
-
-def num_clipped_rows(
-    grid: Grid, clip: int, num_prefix: int = 0, *, causal: bool = False
-) -> int:
-    """Counts the rows of a table in which far offsets share a row.
-
-    (2 clip + 1)^axes near offsets, one row for the others, and three for prefix tokens;
-    clip + 2 if ``causal``. They depend on the grid's number of axes only.
-
-    Args:
-        grid: Size of each axis, in tokens.
-        clip: Largest component of a near offset.
-        num_prefix: Number of prefix tokens.
-        causal: Whether tokens attend only to themselves and earlier tokens.
-
-    Returns:
-        The number of rows.
-
-    Raises:
-        ValueError: If ``clip`` is negative, or ``causal`` with several axes, a torus or
-            prefix tokens.
-
-    Example:
-        >>> num_clipped_rows((14, 14), 2, num_prefix=1)
-        29
-        >>> num_clipped_rows((160,), 2, causal=True)
-        4
-    """
-    # Raises what does not fit together.
-    num_table_rows(grid, num_prefix, causal=causal)
-    if clip < 0:
-        raise ValueError(f"clip must be at least 0, got {clip}")
-    if causal:
-        return clip + 2
-    return (2 * clip + 1) ** len(grid) + 1 + len(PrefixRow) * bool(num_prefix)
+from relattn.offsets import Grid, Torus, num_table_rows
 
 
 @check_arguments
@@ -67,7 +31,7 @@ def expand_clipped_table(
 
     Args:
         table: Shape ``[rows, width, heads, head_dim]``, with the rows of
-            `num_clipped_rows`.
+            `relattn.offsets.num_table_rows` for ``clip``.
         grid: Size of each axis, in tokens.
         clip: Largest component of a near offset.
         num_prefix: Number of prefix tokens.
@@ -88,7 +52,7 @@ def expand_clipped_table(
     Source:
         Translution: Unifying Self-attention and Convolution, section 5, suggests it.
     """
-    expected = num_clipped_rows(grid, clip, num_prefix, causal=causal)
+    expected = num_table_rows(grid, num_prefix, causal=causal, clip=clip)
     if table.shape[0] != expected:
         raise ValueError(
             f"a table clipped at {clip} needs {expected} rows, got {table.shape[0]}"

@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array
 
 from relattn.kernels.platform import first_carry
-from relattn.kernels.translution.clipped import num_clipped_rows
 from relattn.kernels.translution.schedule import Plan, plan
 from relattn.offsets import Grid, num_table_rows
 
@@ -50,9 +49,7 @@ class OffsetScan(NamedTuple):
     @property
     def num_offset_rows(self) -> int:
         """Number of rows of a table before those of prefix tokens."""
-        if self.clip is None:
-            return num_table_rows(self.grid, causal=self.causal)
-        return num_clipped_rows(self.grid, self.clip, causal=self.causal)
+        return num_table_rows(self.grid, causal=self.causal, clip=self.clip)
 
     @property
     def is_far(self) -> np.ndarray:

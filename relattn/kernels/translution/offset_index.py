@@ -15,7 +15,6 @@ from relattn.kernels import pallas_gpu
 from relattn.kernels.checks import check_static
 from relattn.kernels.platform import platform_defaults, vary_alike
 from relattn.kernels.precision import current_precision, wide_einsum, widen
-from relattn.kernels.translution.clipped import num_clipped_rows
 from relattn.kernels.translution.core import check_num_tokens
 from relattn.kernels.translution.diagonals import DiagonalBlocks
 from relattn.kernels.translution.gathered import PairBlocks
@@ -164,9 +163,7 @@ class Offsets(_OffsetIndex):
     @property
     def rows(self) -> int:
         """Number of rows of a table."""
-        if self.clip is not None:
-            return num_clipped_rows(self.grid, self.clip, self.num_prefix)
-        return num_table_rows(self.grid, self.num_prefix)
+        return num_table_rows(self.grid, self.num_prefix, clip=self.clip)
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ValueError unless the grid and the prefix hold the tokens."""
@@ -176,11 +173,12 @@ class Offsets(_OffsetIndex):
         """Returns the table; raises ValueError if its rows do not fit the grid."""
         _check_axes(name, table)
         if table.shape[0] != self.rows:
+            near = f" up to clip={self.clip}, one for all others"
+            near = "" if self.clip is None else near
             raise ValueError(
-                f"{name} needs a row for every offset of the grid {self.grid} (clip="
-                f"{self.clip}), and three for prefix tokens where there are any "
-                f"(num_prefix={self.num_prefix}): expected {self.rows} rows, got "
-                f"{table.shape[0]}"
+                f"{name} needs a row for every offset of the grid {self.grid}{near}, "
+                "and three for prefix tokens where there are any (num_prefix="
+                f"{self.num_prefix}): expected {self.rows} rows, got {table.shape[0]}"
             )
         return table
 
@@ -232,7 +230,7 @@ class CausalOffsets(_OffsetIndex):
         """Returns the table; raises ValueError if it has too few rows."""
         _check_axes(name, table)
         if self.clip is not None:
-            rows = num_clipped_rows(self.grid, self.clip, causal=True)
+            rows = num_table_rows(self.grid, causal=True, clip=self.clip)
             if table.shape[0] != rows:
                 raise ValueError(
                     f"{name} needs a row for each of the offsets 0 .. {self.clip}, and "

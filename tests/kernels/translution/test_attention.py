@@ -99,7 +99,7 @@ def test_clipped_tables_equal_their_expansions(grid, num_prefix, clip, relative)
     )
     if causal:
         index, full = kernels.CausalOffsets(length, clip), kernels.CausalOffsets(length)
-    x, *weights = _inputs(length, kernels.num_clipped_rows(**where), relative)
+    x, *weights = _inputs(length, offsets.num_table_rows(**where), relative)
 
     def loss(weights, index, change):
         weights = [change(w[0]) if w.ndim == 5 else w[0] for w in weights]
@@ -246,7 +246,7 @@ def test_memory_grows_like_the_scores_not_the_projections(
             kernels.Offsets((2, 3), 1, clip=2),
             7,
             15,
-            r"w_q needs a row for .*\(clip=2\).* expected 29 rows, got 15",
+            r"w_q needs a row for .* up to clip=2, one .* expected 29 rows, got 15",
         ),
         (
             kernels.CausalOffsets(6, clip=2),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -98,16 +99,28 @@ def check_axes(grid: Grid) -> None:
         grid: Size of each axis, in tokens.
 
     Raises:
-        ValueError: If it is not: a single number, a list or sizes that are floats.
+        ValueError: If it is not: a single number, a list or sizes that are floats or
+            traced.
 
     Example:
         >>> check_axes((3, 4))
     """
-    if not isinstance(grid, tuple) or not all(hasattr(x, "__index__") for x in grid):
+    if not isinstance(grid, tuple) or not all(map(_is_whole, grid)):
+        traced = isinstance(grid, tuple) and any(hasattr(x, "aval") for x in grid)
+        hint = ": add 'grid' to the static_argnames of jax.jit" if traced else ""
         raise ValueError(
             "grid must be a tuple of the sizes of its axes, such as (7, 7), or (7,) "
-            f"for a line, got {shorten(grid)}"
+            f"for a line, got {shorten(grid)}{hint}"
         )
+
+
+def _is_whole(size: Any) -> bool:
+    """Returns whether a size is a whole number; a traced one is not known."""
+    try:
+        operator.index(size)
+    except TypeError:
+        return False
+    return True
 
 
 def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
@@ -356,8 +369,10 @@ def num_table_rows(
         29
     """
     check_axes(grid)
-    if clip is not None and clip < 0:
-        raise ValueError(f"clip must be at least 0 or None, got {clip}")
+    if clip is not None and (not _is_whole(clip) or clip < 0):
+        raise ValueError(
+            f"clip must be a whole number of at least 0, or None, got {shorten(clip)}"
+        )
     if causal:
         if len(grid) != 1 or num_prefix or isinstance(grid, Torus):
             raise ValueError(

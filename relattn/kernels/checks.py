@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +19,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.export import is_symbolic_dim
 from jaxtyping import AbstractArray, Array, Bool, Int
+
+from relattn.messages import shorten
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Arguments that hold keys: none of their axes may be empty.
@@ -31,7 +34,7 @@ def check_arguments(function: Function) -> Function:
     broadcast. Masks must be boolean and have all batch axes or none. Only batch
     axes and the query axis ``n`` may be empty. Integers and booleans become float32
     where floats are annotated. Members of a tuple are checked like arguments and named
-    ``qkv[0]``.
+    ``qkv[0]``. Sizes must be whole numbers, and not traced.
 
     Args:
         function: A kernel with jaxtyping annotations.
@@ -51,6 +54,11 @@ def check_arguments(function: Function) -> Function:
     signature = inspect.signature(function)
 
     @functools.cache
+    def sizes():
+        hints = typing.get_type_hints(function)
+        return [name for name, hint in hints.items() if hint in (int, int | None)]
+
+    @functools.cache
     def layouts():
         hints = typing.get_type_hints(function)
         found = {name: _parse_layouts(hints.get(name)) for name in signature.parameters}
@@ -60,6 +68,8 @@ def check_arguments(function: Function) -> Function:
     def checked(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         arrays, chosen = {}, {}
+        for name in sizes():
+            _check_whole(name, bound.arguments.get(name))
 
         def read(name, value, choices):
             if value is None:
@@ -208,6 +218,20 @@ def _parse_layouts(hint):
         broadcast = bool(leading) and ("#" in leading[0] or leading[0] == "...")
         layouts.append(_Layout(choice.dtype, batch, broadcast, axes))
     return tuple(dict.fromkeys(layouts))
+
+
+def _check_whole(name, size):
+    """Checks that a size is a whole number, or None, when the kernel is traced."""
+    if size is None or is_symbolic_dim(size):
+        return
+    try:
+        operator.index(size)
+    except TypeError:
+        traced = isinstance(size, Tracer)
+        hint = f": add {name!r} to the static_argnames of jax.jit" if traced else ""
+        raise ValueError(
+            f"{name} must be a whole number, got {shorten(size)}{hint}"
+        ) from None
 
 
 def _to_array(name, x, choices):

@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float
 
@@ -270,7 +271,8 @@ def update_centroids(
         The new centroids, of norm 1, shape ``[*batch, clusters, head_dim]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If shapes or dtypes do not fit together, or ``decay`` is not between
+            0 and 1.
 
     Example:
         >>> mu = jnp.array([[1.0, 0.0], [0.0, 1.0]])
@@ -284,6 +286,8 @@ def update_centroids(
         algorithm 1; the mean instead of the sum, which grows with the sequence length,
         and the norm 1 are ours.
     """
+    if not isinstance(decay, Tracer) and not 0 <= decay <= 1:
+        raise ValueError(f"decay must be between 0 and 1, got {decay}")
     # u = decay mu_c + (1 - decay) sum_c / count_c, then u / |u|.
     counts = counts[..., None]
     means = sums / jnp.where(counts > 0, counts, 1.0)

@@ -3,6 +3,7 @@
 `KERNELS` lists the arrays of every kernel that takes tokens, without batch axes.
 """
 
+import functools
 import inspect
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jaxtyping import Float
 
-from relattn import kernels
+from relattn import kernels, offsets
 from relattn.kernels import checks
 from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import quick_jit
@@ -341,6 +342,11 @@ def call_with(name, **changes):
     return lambda: call(name, draw(name), **changes)
 
 
+def traced_call_with(name, **changes):
+    """Returns `call_with` with the changes traced."""
+    return lambda: jax.jit(functools.partial(call, name, draw(name)))(**changes)
+
+
 @pytest.mark.parametrize(
     ("invalid_call", "message"),
     [
@@ -423,10 +429,30 @@ def call_with(name, **changes):
             ),
             r"coefficients must have shape \[\*heads, waves, 2\], got shape \(4, 3\)",
         ),
+        (
+            call_with("local_attention", window=2.5),
+            "window must be a whole number, got 2.5$",
+        ),
+        (
+            traced_call_with("causal_softmax_attention", window=3),
+            "window must be a whole number, got .*: add 'window' to the static_arg",
+        ),
+        (
+            traced_call_with("relative_attention", grid=(N,)),
+            "grid must be a tuple of .*: add 'grid' to the static_argnames of jax.jit",
+        ),
+        (
+            lambda: offsets.num_table_rows((N,), clip=1.5),
+            "clip must be a whole number of at least 0, or None, got 1.5",
+        ),
+        (
+            lambda: kernels.update_centroids(*np.ones((2, 3, 4)), np.ones(3), decay=2),
+            "decay must be between 0 and 1, got 2",
+        ),
     ],
 )
 def test_errors_name_arrays_and_shapes(invalid_call, message):
-    with pytest.raises(ValueError, match=message):
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
         invalid_call()
 
 

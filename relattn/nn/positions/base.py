@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from relattn.kernels.positions.fourier import same_waves
 from relattn.messages import shorten
 from relattn.nn.blocks import default_head_dim
-from relattn.offsets import Grid, Torus
+from relattn.offsets import Grid, Torus, check_axes
 
 Params = Mapping[str, Any]
 # Real positions of the tokens after the prefix, in place of a grid.
@@ -305,8 +305,10 @@ class Position(nn.Module):
                     "points: choose another, such as 'fourier_values', or 'none'"
                 )
             return
-        if self.site != "none" and any(size < 1 for size in grid or (0,)):
-            raise ValueError(f"grid must have sizes of at least 1, got {grid}")
+        if self.site != "none":
+            check_axes(grid)
+            if any(size < 1 for size in grid or (0,)):
+                raise ValueError(f"grid must have sizes of at least 1, got {grid}")
         if isinstance(grid, Torus) and not self.periodic:
             raise ValueError(
                 f"position {type(self).__name__} cannot be periodic: choose another, "

@@ -14,6 +14,7 @@ from relattn.kernels.translution.core import (
     Index,
     attend,
     attend_low_rank,
+    check_index,
     check_low_rank,
 )
 from relattn.kernels.translution.offset_index import CausalOffsets
@@ -80,7 +81,7 @@ def translution(
         Translution: Unifying Self-attention and Convolution, section 3.3, appendices C
         (causal) and H, table 5 (pairs).
     """
-    index.check_length(x.shape[-2])
+    check_index(index, x.shape[-2])
     return attend(index, x, x, (w_q, w_k, w_v), key_mask, precision)
 
 
@@ -159,7 +160,7 @@ def lor_translution(
         Translution: Unifying Self-attention and Convolution, section 3.4, appendix C
         (causal), table 5 (pairs).
     """
-    index.check_length(check_low_rank(qkv, low, tables, scale))
+    check_index(index, check_low_rank(qkv, low, tables, scale))
     return attend_low_rank(
         index,
         qkv,

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from relattn.kernels.masks import finite_masked
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.softmax import masked_softmax
+from relattn.messages import shorten
 
 Precision = jax.lax.PrecisionLike
 # Queries, keys and values, or what belongs to them; None for a missing part.
@@ -60,6 +61,16 @@ def check_num_tokens(index: Index, num_tokens: int) -> None:
     """Raises ValueError if an index is for another number of tokens."""
     if num_tokens != index.length:
         raise ValueError(f"index={index} does not fit {num_tokens} tokens")
+
+
+def check_index(index: Index, num_tokens: int) -> None:
+    """Raises ValueError if an index is none, or is for another number of tokens."""
+    if isinstance(index, type) or not hasattr(index, "check_length"):
+        raise ValueError(
+            "index must be Offsets, CausalOffsets or Pairs, such as Offsets((7, 7)), "
+            f"got {shorten(index)}"
+        )
+    index.check_length(num_tokens)
 
 
 def attend(

@@ -12,6 +12,7 @@ import pytest
 from relattn import kernels, offsets
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, quick_jit
 
 DIM, HEADS, HEAD_DIM = 5, 2, 3
@@ -260,6 +261,7 @@ def test_memory_grows_like_the_scores_not_the_projections(
             5,
             "w_q has weights for 5 offsets, too few for a",
         ),
+        ((2, 3), 6, 15, r"index must be Offsets, .* got \(2, 3\)"),
         (kernels.Pairs(6), 7, 7, r"index=Pairs\(length=6\) does not fit 7 tokens"),
         (
             kernels.Pairs(6),
@@ -271,7 +273,7 @@ def test_memory_grows_like_the_scores_not_the_projections(
 )
 def test_errors_state_the_expected_sizes(index, length, rows, message):
     inputs = [y[0] for y in _inputs(length, rows)]
-    with pytest.raises(ValueError, match=message):
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
         kernels.translution(*inputs, index=index)
 
 

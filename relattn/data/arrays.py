@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 from relattn.command import lacks_resources
 from relattn.data.array_hints import labels_hint
 from relattn.data.image_list import Images, check_several_classes, class_order
-from relattn.data.images import ImageSplit, check_arrays
+from relattn.data.images import ImageSplit, check_arrays, check_class_names
 from relattn.data.paths import describe_error
 from relattn.messages import shorten
 
@@ -139,16 +138,10 @@ def read_class_names(arrays: Mapping[str, np.ndarray], file: Path) -> tuple[str,
         file: The file, for the message.
 
     Raises:
-        ValueError: If two classes have the same name.
+        ValueError: If two classes have the same name, or one has none.
     """
-    names = tuple(map(str, np.ravel(arrays.get(CLASS_NAMES, ())).tolist()))
-    for name, count in collections.Counter(names).items():
-        if count > 1:
-            raise ValueError(
-                f"{CLASS_NAMES} in {file} has {shorten(name)} twice: give each class a "
-                "name of its own"
-            )
-    return names
+    names = map(str, np.ravel(arrays.get(CLASS_NAMES, ())).tolist())
+    return check_class_names(names, f"{CLASS_NAMES} in {file}")
 
 
 def _find_split(

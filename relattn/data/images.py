@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int32, Int64, UInt8
 
 from relattn.data.array_hints import images_hint, labels_hint
-from relattn.data.augment import NUM_DRAWS
+from relattn.data.augment import NUM_DRAWS, check_augmentation
 from relattn.data.base import (
     CACHED_EPOCHS,
     ONE_SHARD,
@@ -131,6 +131,7 @@ class ImageData:
                 f"data.augment={self.augment!r} changes images of height and width, "
                 "not volumes: leave it at 'none'"
             )
+        check_augmentation(self.augment)
 
     @classmethod
     def from_arrays(
@@ -164,7 +165,8 @@ class ImageData:
             The data, with copies of the arrays.
 
         Raises:
-            ValueError: If an array has another type, shape or range.
+            ValueError: If an array has another type, shape or range, a class has no
+                name of its own, or the augmentation is unknown.
 
         Example:
             >>> images = np.zeros((7, 5, 5, 1), np.uint8)
@@ -179,7 +181,7 @@ class ImageData:
             raise ValueError(
                 "test_images and test_labels need each other: pass both or neither"
             )
-        names = tuple(class_names)
+        names = check_class_names(class_names)
         whole = _check_split(images, labels, len(names), "images")
         train, validation = split_validation(whole, num_validation, split_seed)
         test = validation
@@ -333,10 +335,39 @@ def check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
         )
     # A device raises no error on a label out of range: the loss is silently wrong.
     if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
+        first, last = int(labels.min()), int(labels.max())
+        fix = ": pass labels - 1" if first == 1 and last == num_classes else ""
         raise ValueError(
-            f"the labels of {name} are from {labels.min()} to {labels.max()}, expected "
-            f"0 to {num_classes - 1}"
+            f"the labels of {name} are from {first} to {last}, expected 0 to "
+            f"{num_classes - 1}{fix}"
         )
+
+
+def check_class_names(
+    names: Iterable[str], where: str = "class_names"
+) -> tuple[str, ...]:
+    """Returns the names of classes; raises ValueError unless they differ.
+
+    Args:
+        names: The names, in label order.
+        where: What holds the names, for the message.
+
+    Example:
+        >>> check_class_names(["cat", "dog"])
+        ('cat', 'dog')
+    """
+    names = tuple(names) if isinstance(names, Iterable) else (names,)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"{where} must be a name for each label, such as ('cat', 'dog'), got "
+                f"{shorten(name)}"
+            )
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{where} has {shorten(name)} twice: give each class a name of its own"
+            )
+    return names
 
 
 def _check_split(

@@ -348,7 +348,6 @@ def _load_listed(config: ConfigDict) -> DataSource:
     if decoded.images is None:
         return open_list(config, decoded.listed)
     _check_effect(config, in_memory=True)
-    check_augmentation(config.get("augment", "none"))
     return _make_images(config, decoded.splits())
 
 

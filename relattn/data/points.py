@@ -25,7 +25,7 @@ from relattn.data.base import (
     shard_rows,
     steps_per_epoch,
 )
-from relattn.data.images import check_labels, draw_validation
+from relattn.data.images import check_class_names, check_labels, draw_validation
 
 INPUTS = ("positions", "features", "mask")
 PARTS = (*INPUTS, "labels")
@@ -186,8 +186,8 @@ class PointData:
             The data.
 
         Raises:
-            ValueError: If ``num_validation`` leaves no training set, or the splits do
-                not fit together.
+            ValueError: If ``num_validation`` leaves no training set, a class has no
+                name of its own, or the splits do not fit together.
 
         Example:
             >>> train = PointSplit.from_arrays(np.zeros((5, 7, 2)), np.arange(5) % 2)
@@ -200,7 +200,8 @@ class PointData:
         train = train.select(np.setdiff1d(np.arange(len(train)), chosen))
         others.setdefault("origin", f"arrays of {len(train)} sets of points")
         test = validation if test is None else test
-        return cls(name, train, validation, test, tuple(class_names), **others)
+        names = check_class_names(class_names)
+        return cls(name, train, validation, test, names, **others)
 
     @property
     def info(self) -> PointInfo:

@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Key
 
 from relattn import spec
-from relattn.messages import list_problems
+from relattn.messages import list_problems, shorten
 from relattn.models import variable_names
 from relattn.nn.linear_attention import LinearAttention
 from relattn.nn.softmax_attention import SoftmaxAttention
@@ -57,8 +57,9 @@ def swap_attention(
         The new model and its variables.
 
     Raises:
-        ValueError: If the new attention lacks a parameter of the old one, or the old
-            one attends to a window and the new one cannot.
+        ValueError: If the new attention lacks a parameter of the old one, the old one
+            attends to a window and the new one cannot, the model has no attention, or
+            ``variables`` are only its parameters.
 
     Example:
         >>> from relattn.models import ViT
@@ -69,7 +70,12 @@ def swap_attention(
         >>> sorted(variables["params"]["blocks_0"]["attention"])
         ['k', 'key_projection', 'out', 'q', 'query_projection', 'v']
     """
-    old = getattr(model, "attention", "none")
+    _check_variables(variables)
+    if not hasattr(model, "attention"):
+        raise ValueError(
+            f"{type(model).__name__} has no attention to swap: pass a ViT or a GPT"
+        )
+    old = model.attention
     if _window(old) and spec.parse(attention)[0] != "softmax":
         raise ValueError(
             f"attention {old!r} attends to a window, and {attention!r} to all earlier "
@@ -103,6 +109,15 @@ def swap_attention(
     return swapped, jax.tree.unflatten(
         structure, [next(new) if old is None else jnp.asarray(old) for old in taken]
     )
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    """Raises ValueError if variables have no parameters."""
+    if "params" not in variables:
+        raise ValueError(
+            "variables need the collection 'params', as those of model.init: pass "
+            f"{{'params': params}}, got the names {', '.join(map(str, variables))}"
+        )
 
 
 def _window(attention: str) -> int:
@@ -236,7 +251,8 @@ def imitate_softmax(
         each update.
 
     Raises:
-        ValueError: If the model has no learned feature maps, or there is no batch.
+        ValueError: If the model has no learned feature maps, ``variables`` are only its
+            parameters, the optimiser is none, or there is no batch.
 
     Example:
         >>> from relattn.models import ViT
@@ -251,6 +267,12 @@ def imitate_softmax(
     Source:
         See `softmax_divergences`.
     """
+    _check_variables(variables)
+    if not hasattr(optimizer, "init"):
+        raise ValueError(
+            "optimizer must be one of optax, such as optax.adam(1e-2), got "
+            f"{shorten(optimizer)}"
+        )
     frozen = dict(variables)
     trained, opt_state, history = None, None, []
 
@@ -414,12 +436,21 @@ def merge_lora(
     Returns:
         The tree with changed matrices.
 
+    Raises:
+        ValueError: If a matrix is missing.
+
     Example:
         >>> lora = {("w",): {"a": jnp.ones((2, 1)), "b": jnp.ones((1, 2))}}
         >>> merge_lora({"w": jnp.eye(2)}, lora)["w"].tolist()
         [[3.0, 2.0], [2.0, 3.0]]
     """
     flat = _flatten(params)
+    if missing := lora.keys() - flat.keys():
+        raise ValueError(
+            "params lack the matrices of "
+            f"{', '.join(sorted('/'.join(path) for path in missing))}: pass the params "
+            "that init_lora took"
+        )
     changed = {
         path: flat[path] + scale * (change["a"] @ change["b"])
         for path, change in lora.items()

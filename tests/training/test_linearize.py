@@ -3,6 +3,7 @@
 import functools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from relattn.models import GPT, ViT, attention_weights
 from relattn.nn import registry
 from relattn.nn.linear_attention import LinearAttention
 from relattn.training import linearize
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, quick_jit, run
 
 IMAGES = normal(0, 2, 4, 6, 1)
@@ -180,6 +182,18 @@ def test_attention_without_learned_features_raises():
         linearize.imitate_softmax(linear, variables, [inputs], optax.adam(1e-2))
     with pytest.raises(ValueError, match="batches is empty: pass a batch of inputs"):
         linearize.imitate_softmax(linear, variables, [], optax.adam(1e-2))
+    message = "optimizer must be one of optax, .* got 0.1"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        linearize.imitate_softmax(linear, variables, [inputs], 0.1)
+
+
+def test_parameters_in_place_of_variables_and_other_models_raise():
+    model, variables, inputs = trained("vit")
+    swap, args = linearize.swap_attention, ("favor", inputs, jax.random.key(0))
+    with pytest.raises(ValueError, match="pass {'params': params}, got the names blo"):
+        swap(model, variables["params"], *args)
+    with pytest.raises(ValueError, match="Dense has no attention to swap: pass a ViT"):
+        swap(nn.Dense(3), variables, *args)
 
 
 def test_lora_changes_the_projections_of_all_layers_and_nothing_else():
@@ -211,3 +225,6 @@ def test_invalid_lora_raises():
         linearize.init_lora(params, key, rank=0)
     with pytest.raises(ValueError, match="pattern='atention' finds none of .*blocks_0"):
         linearize.init_lora(params, key, pattern="atention")
+    lora = linearize.init_lora(params, key)
+    with pytest.raises(ValueError, match="params lack the matrices of .*q/kernel"):
+        linearize.merge_lora({"w": jnp.eye(2)}, lora)

@@ -133,11 +133,11 @@ def test_a_source_of_relattn_is_not_replaced():
         ({"class_names": 2}, r"names must be a name for each label, .*'dog'\), got 2"),
         (
             {"class_names": range(2)},
-            "class_names must be a name for each label, .*got 0",
+            "_names must be a name for each label, .*got 0",
         ),
         ({"class_names": ["a", "a"]}, "class_names has 'a' twice: give each class"),
         ({"labels": np.array([1, 2, 1, 1, 1, 1, 2])}, "0 to 1: pass labels - 1"),
-        ({"augment": "rotat"}, r"rotate\?"),
+        ({"augment": "rotat"}, "augment 'rotat': did you mean 'rotate'"),
         ({"test_labels": None}, "test_images and test_labels need each other: pass"),
         ({"test_images": None}, "test_images and test_labels need each other: pass"),
         (

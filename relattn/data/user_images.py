@@ -400,9 +400,14 @@ def _check_array(
     if pixels.ndim == 2 and channels == 1:
         pixels = pixels[..., None]
     if pixels.ndim != 3 or pixels.shape[2] != channels:
+        fix = ""
+        if pixels.ndim == 3 and pixels.shape[0] == channels:
+            fix = ": pass np.moveaxis(image, 0, -1)"
+        elif pixels.ndim > 1 and pixels.shape[2:] in ((), (1,)) and channels == 3:
+            fix = ": for three equal channels pass np.dstack([image] * 3)"
         raise ValueError(
             f"{name} has shape {pixels.shape}, but the model was trained on images "
-            f"[height, width, {channels}]"
+            f"[height, width, {channels}]{fix}"
         )
     if not pixels.size:
         raise ValueError(f"{name} has shape {pixels.shape}: it has no pixels")

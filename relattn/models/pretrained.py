@@ -332,6 +332,13 @@ def load_pretrained(
             f"{shorten(model)}"
         )
     changes = dict(model or {})
+    sizes = {size for names in models.DATA_ARGUMENTS.values() for size in names}
+    for name in sizes & {*changes}:
+        raise ValueError(
+            f"model= changes options of the model, but {name} belongs to its data: "
+            "pass image_size= or channels= for other images, and fine-tune with "
+            "config.init_from for other classes or tokens"
+        )
     folder = find_model(folder, changes)
     _verify(folder)
     config, module = read_config(folder, changes)
@@ -350,7 +357,15 @@ def load_pretrained(
             drawn["random_features"] = jax.jit(
                 lambda: _initial(module, config)["random_features"]
             )()
-    variables = unflatten(module, like, tensors, folder / WEIGHTS) | drawn
+    try:
+        variables = unflatten(module, like, tensors, folder / WEIGHTS) | drawn
+    except ValueError as error:
+        if not changes:
+            raise
+        raise ValueError(
+            f"{error}; leave out of model= what changes the weights ({shorten(model)}), "
+            "or fine-tune with config.init_from to another attention or position"
+        ) from error
     if image_size is not None:
         if module.inputs != "images":
             raise ValueError(f"image_size={image_size} needs a model of images")

@@ -387,6 +387,23 @@ def test_another_attention_keeps_parameters_and_draws_features(tmp_path):
         relattn.load_pretrained(tmp_path, model={"name": "vti"})
 
 
+def test_options_that_change_the_weights_name_a_fix(tmp_path):
+    sizes = {"dim": 6, "num_heads": 3, "num_layers": 1, "mlp_dim": 7, "patch_size": 2}
+    config = {"model": {"name": "vit", **sizes}}
+    config |= {"num_classes": 5, "image_shape": [4, 6, 1]}
+    model = pretrained.build(config)
+    variables = model.init(jax.random.key(2), jnp.zeros((1, 4, 6, 1)))
+    pretrained.save_pretrained(tmp_path, config, variables)
+    with pytest.raises(
+        ValueError, match=r"num_classes belongs to its data: .*init_fro"
+    ):
+        relattn.load_pretrained(tmp_path, model={"num_classes": 3})
+    with pytest.raises(
+        ValueError, match=r"leave out of model= what .*'dim': 12.*init_f"
+    ):
+        relattn.load_pretrained(tmp_path, model={"dim": 12})
+
+
 @pytest.mark.slow
 def test_weights_are_saved_in_half_precision(tmp_path):
     config = {"model": {"name": "vit", "dim": 6, "num_heads": 3, "num_layers": 1}}

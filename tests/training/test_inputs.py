@@ -307,6 +307,8 @@ def test_images_of_two_channels_are_arrays(tmp_path, config):
     np.testing.assert_array_equal(found, expected)
     larger = data.test.images.repeat(2, axis=1).repeat(2, axis=2)
     assert predicted_inputs(run, larger).shape == expected.shape
+    with pytest.raises(ValueError, match=r"pass np.moveaxis\(image, 0, -1\)"):
+        run.predict(np.moveaxis(data.test.images, -1, 1))
     with pytest.raises(ValueError, match="trained on images of 2 channels: pass array"):
         run.predict(Image.new("L", (7, 11)))
 

@@ -363,8 +363,8 @@ def load_pretrained(
         if not changes:
             raise
         raise ValueError(
-            f"{error}; leave out of model= what changes the weights ({shorten(model)}), "
-            "or fine-tune with config.init_from to another attention or position"
+            f"{error}; leave out of model= what changes the weights ({shorten(model)}),"
+            " or fine-tune with config.init_from to another attention or position"
         ) from error
     if image_size is not None:
         if module.inputs != "images":

@@ -424,7 +424,9 @@ def test_weights_are_saved_in_half_precision(tmp_path):
         variables["params"],
     )
     with pytest.raises(ValueError, match=r"params\.\S+ is too large for float16"):
-        pretrained.save_pretrained(tmp_path, config, {"params": large}, dtype="float16")
+        pretrained.save_pretrained(
+            tmp_path, config, variables | {"params": large}, dtype="float16"
+        )
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,9 @@ def make_config(num_steps=2):
 def test_a_description_that_cannot_be_read_again_is_refused(tmp_path):
     """Otherwise the run would end with an error, and could not be loaded."""
     message = r"store .*class_names\[0\]=0, which must be a string\): correct it"
+    data = make_stripes()
     with unchecked_annotations():
-        data = make_stripes(class_names=range(2))
+        data = dataclasses.replace(data, class_names=(0, 1))
         with pytest.raises(ValueError, match=message):
             training.train_and_evaluate(make_config(), tmp_path, data=data)
 

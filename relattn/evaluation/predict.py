@@ -215,7 +215,7 @@ def _predict_saved(
     found = []
     for start in range(0, len(files), size):
         inputs = loaded.preprocess(files[start : start + size])
-        found.append(jax.nn.softmax(apply(loaded.variables, inputs)))
+        found.append(np.asarray(jax.nn.softmax(apply(loaded.variables, inputs))))
     names = class_names_of(loaded.config) or range(num_classes)
     probabilities = np.concatenate(found)
     warn_of_nan(probabilities)

@@ -16,13 +16,10 @@ from relattn.data import EvalSplit
 from relattn.training.checkpoint import CHECKPOINTS, read_meta, restore
 from relattn.training.distributed import from_primary
 from relattn.training.metrics import BEST_METRICS, METRICS, RESERVED, format_metrics
-from relattn.training.parallel import Parallel
+from relattn.training.parallel import IN_FLIGHT, Parallel
 from relattn.training.run_metadata import History
 from relattn.training.step import Draw, EvalStep
 from relattn.training.task import Task
-
-# Batches in flight to the devices.
-AHEAD = 3
 
 
 class Evaluator:
@@ -98,7 +95,7 @@ class Evaluator:
                 seconds += time.perf_counter() - start
             else:
                 pending.append(self._step(variables, placed))
-            if len(pending) > AHEAD:
+            if len(pending) > IN_FLIGHT:
                 collect()
         while pending:
             collect()

@@ -20,6 +20,10 @@ from relattn.training.step import Batch, EvalStep, Redraw, TrainStep
 # jaxlib has no stubs: for type checkers, jax.Device is a variable.
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
+# Calls of a step that the devices have not finished. Each holds its batch, and on CPUs
+# a state of its own.
+IN_FLIGHT = 2
+
 
 class Parallel(abc.ABC):
     """Devices that share the work of a step.

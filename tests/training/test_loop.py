@@ -19,6 +19,7 @@ from relattn.training import task as task_lib
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps, read_meta
 from relattn.training.config import to_json
 from relattn.training.metrics_log import read_rows
+from relattn.training.parallel import IN_FLIGHT
 from tests.helpers.clock import slow_to_compile
 from tests.helpers.interrupted import (
     Interrupted,
@@ -444,6 +445,24 @@ def test_a_cosine_run_does_not_go_on(config, tmp_path, one_device, finished):
         training.train_and_evaluate(config, tmp_path, devices=one_device)
 
 
+def test_few_updates_are_unfinished():
+    """Each has a batch, and on CPUs a state, in memory."""
+    finished = []
+
+    class Metric:
+        def __init__(self, step):
+            self.step = step
+
+        def block_until_ready(self):
+            finished.append(self.step)
+            return self
+
+    window = metrics_window.MetricsWindow()
+    for step in range(IN_FLIGHT + 3):
+        window.add({"loss": Metric(step)})
+    assert finished == [0, 1, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel, seeds", [("mesh", 1), ("pmap", 3)])
 def test_only_updates_are_dispatched_between_two_rows(
@@ -474,9 +493,10 @@ def test_only_updates_are_dispatched_between_two_rows(
         if done == 6:
             updates_may_end.clear()
             jax.config.update("jax_transfer_guard", "disallow")
+        if done == 5 + IN_FLIGHT:
+            updates_may_end.set()
         if done == 10:
             jax.config.update("jax_transfer_guard", "allow")
-            updates_may_end.set()
 
     monkeypatch.setattr(task_lib, "make_train_step", make_waiting)
     # With one device, an update that calls back is not asynchronous on CPUs.

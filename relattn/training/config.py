@@ -386,6 +386,21 @@ def flatten(config: Mapping[str, Any] | ConfigDict, prefix: str = "") -> dict[st
     return result
 
 
+def given_keys(config: ConfigDict) -> set[str]:
+    """Returns the dotted keys of a configuration, but data options at their defaults.
+
+    Example:
+        >>> given_keys(ConfigDict({"data": {"image_size": 8, "standardize": False}}))
+        {'data.image_size'}
+    """
+    defaults = flatten({"data": IMAGE_OPTIONS})
+    return {
+        key
+        for key, value in flatten(config).items()
+        if key not in defaults or value != defaults[key]
+    }
+
+
 def differences(
     old: Mapping[str, Any],
     new: Mapping[str, Any],

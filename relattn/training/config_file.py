@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from relattn.command import lacks_resources, one_line
 from relattn.messages import closest, shorten
-from relattn.training.config import complete_model, default_config
+from relattn.training.config import complete_model, default_config, given_keys
 from relattn.training.initialize import take_model
 from relattn.training.overrides import override, typed_keys
 
@@ -82,8 +82,11 @@ def read_config(
     override(result, options)
     typed = typed_keys(options)
     _replace(result, typed)
-    if "init_from" in typed and result.init_from:
-        take_model(result, typed, workdir)
+    if result.get("init_from"):
+        if "init_from" in typed:
+            take_model(result, typed, workdir)
+        elif "name" not in result.get("model", {}):
+            take_model(result, typed | given_keys(result), workdir)
     complete_model(result)
     return result.lock()
 

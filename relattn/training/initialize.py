@@ -41,8 +41,8 @@ def take_model(
 
     The size of the images, or the length of the texts and their tokenizer, are those of
     the model too, and so are mean, standard deviation, interpolation and crop of the
-    images, if the model's file has them. Images remain those of the configuration if
-    the model's are not square.
+    images, if its folder has them. Images remain those of the configuration if the
+    model's are not square.
 
     Args:
         config: Changed in place.
@@ -73,7 +73,8 @@ def take_model(
         *_, height, width, _ = source["image_shape"]
         if height == width and config.data.get("source") != "text":
             sizes["image_size"] = height
-        if "preprocessing" in source and config.data.get("source") != "text":
+        prepared = {"preprocessing", "training"} & {*source}
+        if prepared and config.data.get("source") != "text":
             sizes |= _data_preprocessing(source)
     elif config.data.get("source") == "text":
         sizes["context_length"] = source["context_length"]
@@ -99,14 +100,18 @@ def _find_tokenizer(config: ConfigDict, source: Mapping[str, Any]) -> str:
 
 def _data_preprocessing(source: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of the data that prepare images as for a saved model."""
-    preprocessing = source["preprocessing"]
+    values, standardize = source.get("preprocessing"), True
+    if values is None:
+        data, info, options = pretrained.data_options(source, "config.init_from")
+        values = data.library_preprocessing(options, info)
+        standardize = options.get("standardize", False)
     *_, height, width, _ = source["image_shape"]
+    statistics = {key: tuple(values[key]) for key in ("mean", "std") if standardize}
     return {
-        "standardize": True,
-        "mean": tuple(preprocessing["mean"]),
-        "std": tuple(preprocessing["std"]),
-        "interpolation": preprocessing["interpolation"],
-        "crop_pct": min(height, width) / preprocessing["resized"],
+        "standardize": standardize,
+        **statistics,
+        "interpolation": values["interpolation"],
+        "crop_pct": min(height, width) / values["resized"],
     }
 
 
@@ -289,8 +294,9 @@ def read_source_config(folder: str) -> dict[str, Any]:
             f"({pretrained.CONFIG}) nor a run ({CHECKPOINTS}): convert a checkpoint "
             "with relattn convert, or name a --workdir"
         )
-    saved = open_run(folder)
-    return saved_config(saved.trained.config, saved.trained.info)
+    trained = open_run(folder).trained
+    config = saved_config(trained.config, trained.info)
+    return {**config, "training": to_json(trained.config)}
 
 
 def read_source(folder: str) -> pretrained.Pretrained:

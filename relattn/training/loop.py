@@ -29,7 +29,7 @@ from relattn.training.checkpoint import (
 from relattn.training.config import (
     check_config,
     complete_model,
-    flatten,
+    given_keys,
     run_length,
     to_json,
 )
@@ -127,7 +127,7 @@ def train_and_evaluate(
     check_installed(config.loggers)
     config = config.copy_and_resolve_references()
     if config.init_from and "name" not in config.model:
-        take_model(config, flatten(config), workdir)
+        take_model(config, given_keys(config), workdir)
     # The run keeps today's defaults of the model.
     complete_model(config)
     parallel = make_training_parallel(config, devices)

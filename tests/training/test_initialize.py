@@ -312,6 +312,40 @@ def test_images_are_prepared_as_for_the_source(prepared_vit):
     assert data_lib.make_preprocess(plain, colour)({"image": white}).max() == 1
 
 
+OWN = """
+from relattn.data import image_options
+from relattn.training import default_config
+
+def get_config():
+    config = default_config()
+    config.init_from = {folder!r}
+    config.data = image_options("mnist", 28)
+    return config
+"""
+
+
+@pytest.mark.parametrize(
+    ("standardize", "mean"), [(False, None), (True, INFO.mean)], ids=["plain", "mean"]
+)
+def test_images_are_prepared_as_for_the_run_that_was_saved(standardize, mean, tmp_path):
+    model = {"name": "vit", "position": "learned", "qkv_bias": True, **SIZES}
+    config = {"model": model, "num_classes": 5, "image_shape": [6, 6, 1]}
+    config["data"] = dataclasses.asdict(INFO)
+    config["training"] = {"data": {"image_size": 6, "standardize": standardize}}
+    source = save(tmp_path / "saved", config, np.zeros((1, 6, 6, 1)))
+    # Of these, the first standardises, the second does not.
+    for recipe in ("rpe_vit", "performer"):
+        found = read_config(recipe, [f"--config.init_from={source}"]).data
+        assert (found.standardize, found.get("mean")) == (standardize, mean)
+    own = tmp_path / "own.py"
+    own.write_text(OWN.format(folder=str(source)))
+    found = read_config(str(own)).data
+    assert (found.standardize, found.get("mean")) == (standardize, mean)
+    assert found.image_size == 28
+    typed = read_config(str(own), [f"--config.data.standardize={not standardize}"])
+    assert typed.data.standardize is not standardize
+
+
 @pytest.mark.slow
 def test_a_fine_tuned_model_keeps_the_preprocessing(prepared_vit, tmp_path):
     words = ["--config=rpe_vit:smoke", f"--config.init_from={prepared_vit}", *QUICK]
@@ -554,6 +588,9 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
     card = model_card(config, {}, "cc0-1.0")
     assert "Inputs are grey images of 5x5 pixels." in card
     assert "Values are pixels / 255." in card
+    prepared = read_config("performer", [f"--config.init_from={tmp_path / 'run'}"])
+    assert prepared.data.standardize
+    assert prepared.data.mean == run.data.mean
     # An update this small changes no float32.
     still = {"learning_rate": 1e-30}
     with_run = train(

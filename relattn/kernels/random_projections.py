@@ -12,7 +12,10 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
+
+from relattn.messages import shorten
 
 NORMS = ("chi", "fixed")
 # Without a template, Orbax and Flax restore dicts of arrays.
@@ -181,7 +184,8 @@ def draw_random_features(
         The projection with its settings.
 
     Raises:
-        ValueError: If a size is less than one or ``norms`` is unknown.
+        ValueError: If a size is less than one, ``norms`` is unknown or ``index`` is
+            negative or no whole number.
 
     Example:
         >>> features = draw_random_features(
@@ -205,6 +209,12 @@ def _draw(
     index: int | Array,
 ) -> Array:
     """Draws the projection of a layer, like ``features`` in shape and settings."""
+    whole = jnp.issubdtype(jnp.result_type(index), jnp.integer)
+    if not whole or (not isinstance(index, Tracer) and index < 0):
+        raise ValueError(
+            "index must be a whole number of at least 0, such as step // redraw_every, "
+            f"got {shorten(index)}"
+        )
     key = jax.random.fold_in(jax.random.fold_in(key, layer), index)
     shape = features.projection.shape[-2:]
     if not features.orthogonal:
@@ -232,7 +242,8 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
         The collection, with the same structure, shapes and dtypes.
 
     Raises:
-        ValueError: If it has leaves, but no `RandomFeatures`.
+        ValueError: If it has leaves, but no `RandomFeatures`, or ``index`` is negative
+            or no whole number.
 
     Example:
         >>> key = jax.random.key(0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from relattn.kernels import positive_features, random_projections
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import run
 
 NUM_FEATURES, HEAD_DIM = 7, 5
@@ -207,6 +208,17 @@ def test_a_stack_gets_what_its_layers_get_alone(stack):
         found = redraw({"layer": stacked}, KEY, 7)["layer"]
         assert (found.layer, found.norms) == (4, "fixed")
         np.testing.assert_array_equal(found.projection, expected)
+
+
+@pytest.mark.parametrize("index", [-1, 1.5, np.float32(2)])
+def test_an_index_that_is_no_number_of_redraws_raises(index):
+    collection = {"layer": draw(0)}
+    with unchecked_annotations():
+        with pytest.raises(ValueError, match=r"such as step // redraw_every, got"):
+            random_projections.redraw(collection, KEY, index)
+        if index > 0:
+            with pytest.raises(ValueError, match=r"index must be a whole number"):
+                jax.jit(random_projections.redraw)(collection, KEY, index)
 
 
 def test_nothing_to_redraw_raises():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from relattn.data.image_list import (
@@ -86,7 +86,6 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
             f"{SPLIT}"
         )
     names = class_order(image.class_name for image in splits["train"])
-    _check_numbers(names, file)
     images = ImageList(
         root=file,
         train=splits["train"],
@@ -121,17 +120,6 @@ def _list_images(file: Path) -> list[tuple[str, ImageFile]]:
             )
         listed.append((SPLITS[given], ImageFile(path, row["label"], line)))
     return listed
-
-
-def _check_numbers(names: Sequence[str], file: Path) -> None:
-    """Raises ValueError if two names of classes are the same number."""
-    numbers = {int(name): name for name in names if name.isdecimal()}
-    for name in names:
-        if name.isdecimal() and numbers[int(name)] != name:
-            raise ValueError(
-                f"the labels {name!r} and {numbers[int(name)]!r} of {file} are the "
-                "same number, but different classes: write one of them"
-            )
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:

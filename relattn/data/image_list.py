@@ -202,17 +202,28 @@ def check_classes(images: ImageList) -> None:
 
 
 def check_several_classes(class_names: Sequence[str], where: str) -> None:
-    """Raises ValueError unless there are at least two classes.
+    """Checks that there are several classes, and none twice as another text.
 
     Args:
         class_names: The names of the classes of the training images.
         where: The source of the images, for the message.
+
+    Raises:
+        ValueError: If there is one class, or two names are the same number.
     """
     if len(class_names) == 1:
         raise ValueError(
             f"all training images of {where} are of one class, {class_names[0]!r}: "
             "add images of another class"
         )
+    numbers: dict[Decimal, str] = {}
+    for name in filter(_NUMBER.fullmatch, class_names):
+        other = numbers.setdefault(Decimal(name), name)
+        if other != name:
+            raise ValueError(
+                f"the labels {other!r} and {name!r} of {where} are the same number, "
+                "but different classes: write one of them"
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -82,6 +82,10 @@ def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):
         ),
         ({"train_labels": LABELS.astype("S")}, r"S\d+, .*: pass labels.astype\(str\)$"),
         ({"train_labels": LABELS * 0}, "are of one class, '0': add images of another"),
+        (
+            {"train_labels": np.array(["1", "01", "2", "1", "1", "2", "2"])},
+            r"^the labels '01' and '1' of .*a.npz are the same number",
+        ),
         ({"train_images": IMAGES / 255}, r"float64, expected uint8 .*: for values in"),
         (
             {"train_images": IMAGES * 0.9},

@@ -138,6 +138,10 @@ def test_quotes_spaces_other_columns_and_a_byte_order_mark_are_read(folder):
             "path,label\nphotos/1.png,01\nphotos/2.png,1\nphotos/3.png,2\n",
             r"^the labels '01' and '1' of .*all.csv are the same number, but different",
         ),
+        (
+            "path,label\nphotos/1.png,1\nphotos/2.png,1.0\nphotos/3.png,cat\n",
+            r"^the labels '1' and '1.0' of .*all.csv are the same number, but differ",
+        ),
         ("path,label\n,dog\n", r"^line 2 of .*all.csv has no path: add or delete it$"),
         (
             "path,label\nphotos/1.png,dog\nphotos/../photos/1.png,cat\n",

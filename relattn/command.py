@@ -233,9 +233,11 @@ def keep_heap() -> None:
     """Makes glibc keep freed memory, where JAX computes on CPUs.
 
     XLA's CPU client takes the memory of temporaries from malloc, and otherwise a step
-    waits for the system to map it again. Must be called before JAX starts the client:
-    its threads then use one heap, instead of one each that is returned to the system.
-    Changes nothing if the user has set ``GLIBC_TUNABLES``.
+    waits for the system to map it again. Blocks of more than a gigabyte are returned
+    all the same: a smaller block in the place of a freed one would double the memory.
+    Must be called before JAX starts the client: its threads then use one heap, instead
+    of one each that is returned to the system. Changes nothing if the user has set
+    ``GLIBC_TUNABLES``.
     """
     if (
         "GLIBC_TUNABLES" in os.environ
@@ -243,8 +245,9 @@ def keep_heap() -> None:
         or not _only_cpus()
     ):
         return
-    # M_TRIM_THRESHOLD (never), M_MMAP_MAX and M_ARENA_MAX of malloc.h.
-    for parameter, value in ((-1, -1), (-4, 0), (-8, 1)):
+    # M_TRIM_THRESHOLD (never), M_MMAP_THRESHOLD and M_ARENA_MAX of malloc.h. Older
+    # versions refuse a threshold of more than 32 MB.
+    for parameter, value in ((-1, -1), (-3, 1 << 25), (-3, 1 << 30), (-8, 1)):
         ctypes.CDLL(None).mallopt(parameter, value)
 
 

@@ -25,7 +25,7 @@ from relattn.messages import list_problems, shorten
 from relattn.models import variable_names
 from relattn.nn.linear_attention import LinearAttention
 from relattn.nn.softmax_attention import SoftmaxAttention
-from relattn.training.parallel import IN_FLIGHT
+from relattn.training.parallel import limit_in_flight
 
 # Projections of the attentions of `relattn.models`, for `init_lora`.
 PROJECTIONS = r"attention/(q|k|v|out)/kernel$"
@@ -300,8 +300,7 @@ def imitate_softmax(
             opt_state = optimizer.init(trained)
         trained, opt_state, found = update(trained, frozen, opt_state, inputs)
         history.append(found)
-        if len(history) > IN_FLIGHT:
-            jax.block_until_ready(history[-1 - IN_FLIGHT])
+        limit_in_flight(history)
         if on_step is not None:
             on_step(len(history))
     if trained is None:

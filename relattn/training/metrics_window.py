@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from relattn.training.cost import peak_flops
 from relattn.training.errors import NonFiniteLossError
 from relattn.training.metrics import METRICS
 from relattn.training.metrics_log import Row
-from relattn.training.parallel import IN_FLIGHT
+from relattn.training.parallel import limit_in_flight
 from relattn.training.run_metadata import History
 from relattn.training.step import FINITE_METRICS
 from relattn.training.task import Task
@@ -46,10 +45,9 @@ class MetricsWindow:
         self._untimed = len(self._metrics)
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Adds the metrics of an update, and waits for all but `IN_FLIGHT` updates."""
+        """Adds the metrics of an update, and waits for all but the last few."""
         self._metrics.append(metrics)
-        if len(self._metrics) > IN_FLIGHT:
-            jax.block_until_ready(self._metrics[-1 - IN_FLIGHT])
+        limit_in_flight(self._metrics)
 
     def take(self, fetch: Callable[[Any], Any]) -> tuple[Window, float, int]:
         """Empties the window.

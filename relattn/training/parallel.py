@@ -25,6 +25,16 @@ Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 IN_FLIGHT = 2
 
 
+def limit_in_flight(outputs: Sequence[Any]) -> None:
+    """Waits until at most `IN_FLIGHT` calls of a step are unfinished.
+
+    Args:
+        outputs: What each call returned so far; the last one has just been made.
+    """
+    if len(outputs) > IN_FLIGHT:
+        jax.block_until_ready(outputs[-1 - IN_FLIGHT])
+
+
 class Parallel(abc.ABC):
     """Devices that share the work of a step.
 

@@ -105,7 +105,7 @@ def check_axes(grid: Grid) -> None:
     Example:
         >>> check_axes((3, 4))
     """
-    if not isinstance(grid, tuple) or not all(map(_is_whole, grid)):
+    if not isinstance(grid, tuple) or not all(map(is_whole, grid)):
         traced = isinstance(grid, tuple) and any(hasattr(x, "aval") for x in grid)
         hint = ": add 'grid' to the static_argnames of jax.jit" if traced else ""
         raise ValueError(
@@ -114,8 +114,13 @@ def check_axes(grid: Grid) -> None:
         )
 
 
-def _is_whole(size: Any) -> bool:
-    """Returns whether a size is a whole number; a traced one is not known."""
+def is_whole(size: Any) -> bool:
+    """Returns whether a size is a whole number; the value of a traced one is unknown.
+
+    Example:
+        >>> is_whole(3), is_whole(np.int32(3)), is_whole(3.0)
+        (True, True, False)
+    """
     try:
         operator.index(size)
     except TypeError:
@@ -369,7 +374,7 @@ def num_table_rows(
         29
     """
     check_axes(grid)
-    if clip is not None and (not _is_whole(clip) or clip < 0):
+    if clip is not None and (not is_whole(clip) or clip < 0):
         raise ValueError(
             f"clip must be a whole number of at least 0, or None, got {shorten(clip)}"
         )

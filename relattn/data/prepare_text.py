@@ -106,6 +106,7 @@ def prepare_files(
 
     Raises:
         FileNotFoundError: If an input is missing.
+        IsADirectoryError: If an input is a folder.
         FileExistsError: If ``output`` holds token files already.
         ValueError: If ``val_fraction`` is not between 0 and 1, a file is not UTF-8, a
             line is not JSON with the field, or a split would have no text.
@@ -120,6 +121,10 @@ def prepare_files(
     """
     _check_arguments(output, val_fraction)
     for path in (*inputs, *validation_inputs, *test_inputs):
+        if path.is_dir():
+            raise IsADirectoryError(
+                f"the input {path} is a folder: pass its files, such as {path}/*.txt"
+            )
         if not path.is_file():
             raise FileNotFoundError(
                 f"the input {path} is missing: pass the path of a text file"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +20,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import AbstractArray, Array, Bool, Int
 
 from relattn.messages import shorten
+from relattn.offsets import is_whole
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Arguments that hold keys: none of their axes may be empty.
@@ -222,16 +222,11 @@ def _parse_layouts(hint):
 
 def _check_whole(name, size):
     """Checks that a size is a whole number, or None, when the kernel is traced."""
-    if size is None or is_symbolic_dim(size):
+    if size is None or is_symbolic_dim(size) or is_whole(size):
         return
-    try:
-        operator.index(size)
-    except TypeError:
-        traced = isinstance(size, Tracer)
-        hint = f": add {name!r} to the static_argnames of jax.jit" if traced else ""
-        raise ValueError(
-            f"{name} must be a whole number, got {shorten(size)}{hint}"
-        ) from None
+    traced = isinstance(size, Tracer)
+    hint = f": add {name!r} to the static_argnames of jax.jit" if traced else ""
+    raise ValueError(f"{name} must be a whole number, got {shorten(size)}{hint}")
 
 
 def _to_array(name, x, choices):

@@ -25,6 +25,7 @@ from relattn.messages import list_problems, shorten
 from relattn.models import variable_names
 from relattn.nn.linear_attention import LinearAttention
 from relattn.nn.softmax_attention import SoftmaxAttention
+from relattn.offsets import is_whole
 from relattn.training.parallel import limit_in_flight
 
 # Projections of the attentions of `relattn.models`, for `init_lora`.
@@ -253,7 +254,7 @@ def imitate_softmax(
 
     Raises:
         ValueError: If the model has no learned feature maps, ``variables`` are only its
-            parameters, the optimiser is none, or there is no batch.
+            parameters, the optimiser is none, there is no batch, or one is no array.
 
     Example:
         >>> from relattn.models import ViT
@@ -274,6 +275,11 @@ def imitate_softmax(
             "optimizer must be one of optax, such as optax.adam(1e-2), got "
             f"{shorten(optimizer)}"
         )
+    if not isinstance(batches, Iterable) or hasattr(batches, "shape"):
+        raise ValueError(
+            "batches must be an iterable of batches of inputs, such as [images], got "
+            f"{shorten(batches)}"
+        )
     frozen = dict(variables)
     trained, opt_state, history = None, None, []
 
@@ -289,6 +295,11 @@ def imitate_softmax(
         return optax.apply_updates(trained, updates), opt_state, found
 
     for inputs in batches:
+        if not hasattr(inputs, "shape"):
+            raise ValueError(
+                "each batch must be an array of inputs, without labels, got "
+                f"{type(inputs).__name__}: pass batch['image'], for example"
+            )
         if trained is None:
             trained = feature_map_params(model, variables, inputs)
             if not trained:
@@ -395,8 +406,10 @@ def init_lora(
     Source:
         Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, section 4.1.
     """
-    if rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}")
+    if not is_whole(rank) or rank < 1:
+        raise ValueError(
+            f"rank must be a whole number of at least 1, got {shorten(rank)}"
+        )
     flat = _flatten(params)
     found = {
         path: leaf

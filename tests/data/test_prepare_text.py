@@ -240,6 +240,11 @@ def test_missing_input_raises(tmp_path):
         prepare_files([tmp_path / "b.txt"], tmp_path, BYTES)
 
 
+def test_a_folder_as_input_raises(tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"is a folder: pass its files, "):
+        prepare_files([tmp_path], tmp_path / "out", BYTES)
+
+
 def test_text_too_short_to_split_raises(tmp_path):
     message = r"^1 bytes of text with val_fraction=0\.1 leave no text for training or"
     with pytest.raises(ValueError, match=message):

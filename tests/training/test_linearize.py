@@ -185,6 +185,10 @@ def test_attention_without_learned_features_raises():
     message = "optimizer must be one of optax, .* got 0.1"
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         linearize.imitate_softmax(linear, variables, [inputs], 0.1)
+    messages = {"an iterable of batches": inputs, "without labels, got dict": [{}]}
+    for message, batches in messages.items():
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            linearize.imitate_softmax(linear, variables, batches, optax.adam(1e-2))
 
 
 def test_parameters_in_place_of_variables_and_other_models_raise():
@@ -221,8 +225,10 @@ def test_lora_changes_the_projections_of_all_layers_and_nothing_else():
 def test_invalid_lora_raises():
     _, variables, _ = trained("vit")
     params, key = variables["params"], jax.random.key(0)
-    with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
-        linearize.init_lora(params, key, rank=0)
+    for rank in (0, 2.5):
+        message = f"rank must be a whole number of at least 1, got {rank}"
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            linearize.init_lora(params, key, rank=rank)
     with pytest.raises(ValueError, match="pattern='atention' finds none of .*blocks_0"):
         linearize.init_lora(params, key, pattern="atention")
     lora = linearize.init_lora(params, key)

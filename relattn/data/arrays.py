@@ -32,9 +32,9 @@ def read_arrays(file: Path) -> Images:
 
     The arrays are ``train_images``, uint8 of shape ``[n, height, width, channels]``,
     ``[n, height, width]`` or, of volumes, ``[n, frames, height, width, channels]``, and
-    ``train_labels``, of shape ``[n]`` or ``[n, 1]``;
-    optionally the same of ``validation`` (or ``val``) and ``test``; and optionally
-    ``class_names``. Or ``x_train`` and ``y_train``, and so on.
+    ``train_labels``, of shape ``[n]`` or ``[n, 1]``. Optional are the same arrays of
+    ``validation`` (or ``val``) and ``test``, and ``class_names``. The names ``x_train``
+    and ``y_train``, and so on, are read too.
 
     Args:
         file: The file.

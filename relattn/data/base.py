@@ -3,10 +3,10 @@
 A batch is a dictionary of arrays that share their first axis. A batch of images has
 ``image``, uint8 as stored, shape ``[batch, height, width, channels]``, and ``label``,
 shape ``[batch]``. Volumes, such as videos, are images with an axis of frames before the
-height. A batch of text has ``tokens``, int32, and ``label``, the next
-tokens, both of shape ``[batch, n]``. A batch of sets of points has ``points``, float32,
-positions and features, shape ``[batch, n, axes + channels]``, and ``label``, shape
-``[batch]``. Evaluation adds ``weight``, float32 in the shape of ``label``: labels of
+height. A batch of text has ``tokens``, int32, and ``label``, the next tokens, both of
+shape ``[batch, n]``. A batch of sets of points has ``points``, float32, positions and
+features, shape ``[batch, n, axes + channels]``, and ``label``, shape ``[batch]``.
+Evaluation adds ``weight``, float32 in the shape of ``label``: labels of
 weight 0 do not count. Training counts all labels, and refuses a ``weight``.
 """
 

@@ -47,8 +47,8 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
     Raises:
         FileNotFoundError: If the file, or that of an image, is missing.
         ValueError: If a line cannot be read, lists an image again or has an unknown
-            split, there are no training images, all are of one class, or a class has
-            none.
+            split, there are no training images, all of them are of one class, or a
+            class has none of them.
 
     Example:
         >>> import tempfile

@@ -214,8 +214,8 @@ def _column(kinds: Mapping[str, bool], preferred: Any, problem: str, fix: str) -
         raise ValueError(f"{problem}, only {shorten(', '.join(kinds))}: {fix}")
     if len(chosen) > 1:
         raise ValueError(
-            f"{problem} named {preferred[0]!r}, but {', '.join(chosen)}: "
-            f"dataset.rename_column one of them to {preferred[0]!r}"
+            f"{problem} named {preferred[0]!r}, but {', '.join(chosen)}: rename one of "
+            f"them to {preferred[0]!r} by dataset.rename_column"
         )
     return chosen[0]
 

@@ -134,7 +134,7 @@ def decode_image(
         The image in memory, of mode "L" if it is grey, else "RGB".
 
     Raises:
-        UnreadableImageError: If it is damaged, or its black and white are not known.
+        UnreadableImageError: If it is damaged, or its range of values is not known.
 
     Example:
         >>> image = Image.new("RGBA", (5, 3), (255, 0, 0, 0))
@@ -143,8 +143,8 @@ def decode_image(
     """
     if image.mode not in (*COLOUR_MODES, *GREY_MODES):
         problem = (
-            f"pixels of mode {image.mode}, whose black and white are not known; "
-            "convert it to 8 bits per channel"
+            f"pixels of mode {image.mode}, whose range of values is not known; convert "
+            "it to 8 bits per channel"
         )
         raise UnreadableImageError(where, problem, hint)
     try:
@@ -169,7 +169,7 @@ def check_image(image: Image.Image, where: str, hint: str = "") -> None:
         hint: Fix at the end of the error message.
 
     Raises:
-        UnreadableImageError: If it is damaged, or its black and white are not known.
+        UnreadableImageError: If it is damaged, or its range of values is not known.
     """
     # A JPEG is read at an eighth of its size, which takes a fraction of the time.
     image.draft(None, (1, 1))

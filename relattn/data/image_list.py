@@ -202,7 +202,7 @@ def check_classes(images: ImageList) -> None:
 
 
 def check_several_classes(class_names: Sequence[str], where: str) -> None:
-    """Checks that there are several classes, and none twice as another text.
+    """Checks that there are several classes, and that no two are the same number.
 
     Args:
         class_names: The names of the classes of the training images.
@@ -222,7 +222,7 @@ def check_several_classes(class_names: Sequence[str], where: str) -> None:
         if other != name:
             raise ValueError(
                 f"the labels {other!r} and {name!r} of {where} are the same number, "
-                "but different classes: write one of them"
+                "but different classes: use one spelling"
             )
 
 

@@ -321,7 +321,7 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
 
 
 def check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
-    """Raises ValueError unless labels are from 0 to ``num_classes`` - 1, at least 1.
+    """Raises ValueError unless there are several classes and labels are among them.
 
     Args:
         labels: The labels.

@@ -437,8 +437,8 @@ def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None
     """
     if not callable(loader):
         raise ValueError(
-            f"{shorten(name)} needs a function of the options config.data that returns "
-            f"the data, got {shorten(loader)}"
+            f"the loader of {shorten(name)} must be a function from the options "
+            f"config.data to the data, got {shorten(loader)}"
         )
     if not isinstance(name, str) or not name.isidentifier() or name in BUILT_IN:
         raise ValueError(

@@ -35,7 +35,7 @@ _MOVES = 1024.0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PointSplit:
-    """Sets of as many points each, with their labels.
+    """Sets of equally many points, with their labels.
 
     Attributes:
         points: Positions and features, float32, shape ``[n, points, axes + channels]``;
@@ -66,7 +66,7 @@ class PointSplit:
             positions: Position of each point, shape ``[n, points, axes]``.
             labels: Integers from 0, shape ``[n]``.
             features: Features of each point, shape ``[n, points, channels]``; None for
-                one that is 1.
+                a single feature, 1 for every point.
             mask: True for points that exist, shape ``[n, points]``; None for all. The
                 others are padding, whose values do not matter.
 
@@ -137,8 +137,8 @@ class PointData:
         more_tests: More test sets, by names that start with ``"test_"``.
 
     Raises:
-        ValueError: If a label is out of range, or splits have other numbers of points,
-            axes or channels.
+        ValueError: If a label is out of range, or the splits differ in their numbers of
+            points, axes or channels.
     """
 
     name: str
@@ -346,7 +346,7 @@ def read_point_sets(
     if found != (axes, channels):
         raise ValueError(
             f"points have {found[0]} axes and {found[1]} channels, but the model was "
-            f"trained on {axes} and {channels}: pass as many"
+            f"trained on {axes} and {channels}: pass the same numbers"
         )
     return joined
 

@@ -248,9 +248,9 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
     Args:
         name: ``"bytes"``, ``"gpt2"``, the path of a ``tokenizer.json`` of Hugging Face,
             or the `name` of one.
-        bpe_dir: Folder of ``encoder.json`` and ``vocab.bpe`` for ``"gpt2"``, "" lets
-            tiktoken download them once; or folder of the ``tokenizer.json`` that a name
-            belongs to.
+        bpe_dir: For ``"gpt2"``, the folder of ``encoder.json`` and ``vocab.bpe``, or ""
+            to let tiktoken download them once. For the name of a ``tokenizer.json``,
+            its folder.
 
     Returns:
         The tokenizer.

@@ -99,7 +99,7 @@ def test_a_loader_that_returns_no_data_is_refused(registries, returned):
 
 def test_what_is_no_loader_is_refused():
     with unchecked_annotations():
-        with pytest.raises(ValueError, match="'mine' needs a function of the options"):
+        with pytest.raises(ValueError, match="the loader of 'mine' must be a function"):
             register_data("mine", 3)
         with pytest.raises(ValueError, match="None cannot be registered: choose a P"):
             register_data(None, load_data)

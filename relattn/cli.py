@@ -173,7 +173,7 @@ def eval_shift(
 
     parser = command.Parser("python eval_shift.py", eval_shift.__doc__)
     add = parser.add_argument
-    add("--workdir", action="append", default=[], help="folder of a run; repeatable")
+    add("--workdir", action="append", default=[], help="a run directory; repeatable")
     add("--output", required=True, help="folder to write to")
     add("--max_shift", type=int, default=8, help="largest shift in pixels")
     add(

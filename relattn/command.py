@@ -75,9 +75,9 @@ USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
     """Decorates a program's main function: user errors become one sentence on stderr.
 
-    The exit code is the error's attribute ``exit_code``, or `BAD_INPUT` without one.
     So do errors of the system about files, wherever they are raised, and about an
-    output that cannot be written. Other errors keep their traceback. Characters that
+    output that cannot be written. Other errors keep their traceback. The exit code is
+    the error's attribute ``exit_code``, or `BAD_INPUT` without one. Characters that
     the terminal's encoding lacks are escaped, and in errors and warnings those that it
     would obey. Compiled programs are kept on disk, see `keep_compiled`.
 

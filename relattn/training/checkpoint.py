@@ -125,8 +125,8 @@ class CheckpointWriter:
             step: Number of updates so far.
             state: A pytree of NumPy arrays, which must not change afterwards.
             meta: JSON values to store with it.
-            scores: The checkpoint with the largest value of each is kept; None for one
-                that was not evaluated.
+            scores: For each score, the checkpoint with the largest value is kept. None
+                for a score that was not evaluated.
 
         Raises:
             CheckpointError: If this checkpoint, or the one before it, cannot be
@@ -193,7 +193,7 @@ class CheckpointWriter:
 
 
 def rank(metrics: dict[str, Any], index: int = 0) -> tuple[float, int]:
-    """Returns the key that orders checkpoints by a score; earlier wins if equal."""
+    """Returns the key that orders checkpoints by a score, then by age."""
     return metrics["scores"][index], -metrics["step"]
 
 
@@ -207,7 +207,7 @@ def read_latest(folder: Path) -> tuple[int, dict[str, Any]] | None:
         Its step and its metadata, see `read_meta`; None if there is no checkpoint.
 
     Raises:
-        DamagedError: If there are checkpoints and none is intact; about the latest.
+        DamagedError: If there are checkpoints and none is intact; it names the latest.
         CheckpointError: If this version of relattn cannot use the metadata of the
             latest intact one.
 

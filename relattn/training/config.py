@@ -116,7 +116,7 @@ def default_config() -> ConfigDict:
     config.seed = 0
     # Number of seeds that are trained together, from `seed` on.
     config.num_seeds = 1
-    # Folder of a run or a saved model to start from, and its model; "" for none.
+    # Run or saved model whose model and parameters training starts from; "" for none.
     config.init_from = ""
     # Parts of names of parameters not to take from `init_from`, separated by commas.
     config.init_skip = ""
@@ -128,15 +128,15 @@ def default_config() -> ConfigDict:
     config.data = ConfigDict()
     # Number of examples in an update, over all devices and hosts.
     config.batch_size = 64
-    # Number of equal parts of a batch, computed in turn in the memory of one.
+    # Number of equal parts of a batch, processed in turn in the memory of one part.
     config.accumulate_steps = 1
     # Number of examples in a batch of evaluation.
     config.eval_batch_size = 256
-    # Number of draws of the random features whose probabilities evaluation averages.
+    # Number of draws of the random features over which evaluation averages.
     config.eval_draws = 1
     # Length of the run in epochs.
     config.num_epochs = 1
-    # Length of the run in updates; 0 for that in epochs.
+    # Length of the run in updates; 0 to use `num_epochs`.
     config.num_steps = 0
     # Fraction of each label that is spread over all classes, in training.
     config.label_smoothing = 0.0
@@ -153,13 +153,13 @@ def default_config() -> ConfigDict:
     config.optimizer.b2 = 0.999
     # Momentum of SGD; 0 for none.
     config.optimizer.momentum = 0.0
-    # Weight decay of AdamW, a factor of the learning rate.
+    # Weight decay of AdamW, which the learning rate multiplies.
     config.optimizer.weight_decay = 0.0
     # What decays: "matrices", without biases, norms, CLS and positions, or "all".
     config.optimizer.decay_mask = "matrices"
-    # Factor of the learning rate for each layer before the head; 1 for none.
+    # Factor of the learning rate, once for each layer up to the head; 1 for none.
     config.optimizer.layer_decay = 1.0
-    # Largest global norm of a gradient, to which longer ones are scaled; 0 for none.
+    # Gradients of a larger global norm are scaled down to this norm; 0 for no clipping.
     config.optimizer.clip_norm = 0.0
     config.schedule = ConfigDict()
     # "constant", "cosine" (to zero at the end of the run) or "exponential".
@@ -172,11 +172,11 @@ def default_config() -> ConfigDict:
     config.redraw_every = 0
     # Largest number of updates to skip because their loss or gradient is not finite.
     config.max_skipped_updates = 0
-    # Epochs without gain in validation accuracy (text: loss) to stop after; 0: never.
+    # Epochs without gain in validation accuracy (text: loss) before a stop; 0: never.
     config.early_stopping_epochs = 0
     # Number of epochs between evaluations.
     config.eval_every_epochs = 1
-    # Number of updates between evaluations; 0 for that of epochs.
+    # Number of updates between evaluations; 0 to use `eval_every_epochs`.
     config.eval_every_steps = 0
     # Number of updates between checkpoints, apart from those at evaluations; 0: none.
     config.checkpoint_every_steps = 0
@@ -198,7 +198,8 @@ def default_config() -> ConfigDict:
 def complete(values: Mapping[str, Any]) -> ConfigDict:
     """Rebuilds a configuration; missing keys of training get their defaults.
 
-    Where weight decay came before ``optimizer.decay_mask``, it decays all parameters.
+    Weight decay in a configuration from before ``optimizer.decay_mask`` decays all
+    parameters.
 
     Args:
         values: Nested dictionaries, as `to_json` returns them.
@@ -328,7 +329,7 @@ def _check_type(key: str, value: Any, default: Any) -> None:
 
 
 def run_length(config: ConfigDict, steps_per_epoch: int) -> tuple[int, int]:
-    """Returns the number of updates of a run, and that between its evaluations.
+    """Returns the number of updates of a run, and of those between two evaluations.
 
     Args:
         config: A configuration like `default_config`.
@@ -387,7 +388,7 @@ def flatten(config: Mapping[str, Any] | ConfigDict, prefix: str = "") -> dict[st
 
 
 def given_keys(config: ConfigDict) -> set[str]:
-    """Returns the dotted keys of a configuration, but data options at their defaults.
+    """Returns the dotted keys of a configuration, without data options at defaults.
 
     Example:
         >>> given_keys(ConfigDict({"data": {"image_size": 8, "standardize": False}}))
@@ -451,7 +452,7 @@ def complete_model(config: ConfigDict) -> None:
 
 
 def all_model_options(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
-    """Returns all options of ``config.model``; no more than are given without name."""
+    """Returns all options of ``config.model``; without a name, only the given ones."""
     model = config.get("model")
     if not isinstance(model, Mapping | ConfigDict):
         return {}

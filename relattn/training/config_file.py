@@ -44,8 +44,8 @@ def read_config(
 
     Returns:
         The configuration, locked, with every option of its model. With
-        ``--config.init_from``, the model is the one trained, with the options that are
-        overridden.
+        ``--config.init_from``, the model is the saved one, with the overridden
+        options.
 
     Raises:
         ValueError: If the file cannot be read, its code raises an error, or an option
@@ -92,7 +92,7 @@ def read_config(
 
 
 def _replace(config: ConfigDict, typed: set[str]) -> None:
-    """Takes back values of the recipe that the options of the command line replace.
+    """Resets values of the recipe that options on the command line replace.
 
     Raises:
         ValueError: If two options exclude each other.

@@ -69,7 +69,7 @@ def draw_features(random_features: Any, key: Key[Array, ""], draws: int) -> Any:
 
     The first draw is the given one. Draw k = 1, 2, ... is `relattn.kernels.redraw` with
     the index k and the key ``stream_key(key, "draws")``, which training does not use.
-    So the first of many draws are those of fewer.
+    So the first four of 16 draws are the same as four draws.
 
     Args:
         random_features: The collection of random projections.

@@ -49,11 +49,11 @@ class NonFiniteLossError(FloatingPointError):
 class PreemptedError(SystemExit):
     """A signal ended a run; the same call resumes it.
 
-    It is not an `Exception`: a signal may arrive while a file is read, whose reader
-    would take the error for a damaged file. Of other errors, asyncio, in which orbax
-    reads, raises only `SystemExit` and `KeyboardInterrupt` from a callback; otherwise
-    it would wait forever for the callback. A program that does not catch it ends with
-    the message.
+    It is a `SystemExit`, not an `Exception`. A signal may arrive while a file is read,
+    and the reader would take an `Exception` for a damaged file. Orbax reads in
+    callbacks of asyncio, which raises only `SystemExit` and `KeyboardInterrupt` from a
+    callback; after any other error it would wait for the callback forever. A program
+    that does not catch the error ends with its message.
 
     Attributes:
         step: Number of updates in the checkpoint; 0 if none was needed.

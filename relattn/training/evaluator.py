@@ -59,8 +59,8 @@ class Evaluator:
             split: The examples.
             batch_size: Size of the global batch, rounded up to a multiple of the
                 devices that share it.
-            key: The run's key, for the draws of random features; of several models
-                stacked.
+            key: The run's key, for the draws of random features. Several models have
+                stacked keys.
             timed: Whether to measure the seconds from a batch's arrival on the devices
                 to its metrics, batch by batch. The first batch runs twice, so that
                 compilation is not measured.

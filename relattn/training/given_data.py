@@ -27,7 +27,7 @@ from relattn.data.streaming import Photographs, StreamedSplit
 from relattn.messages import shorten
 from relattn.training.errors import CheckpointError
 
-# Examples of a split of another type than relattn's that count.
+# Number of examples that are hashed of a split that is not of a type of relattn.
 NUM_EXAMPLES = 64
 
 
@@ -35,11 +35,11 @@ def fingerprint(data: DataSource) -> str:
     """Computes a hash of a data set.
 
     Args:
-        data: Images, points and texts of relattn's types count as a whole, texts in
-            files by their checksums, those of the manifest where they have one; of
-            photographs that are read during training, the files' sizes and labels and
-            the first evaluation batch; of splits of other types, the first evaluation
-            batch.
+        data: The data set. Of images, points and texts in memory, everything is
+            hashed; of texts in files, the files' checksums, from the manifest if there
+            is one; of photographs that are read during training, the labels, the sizes
+            of the files and the first evaluation batch; of a split of another type,
+            the first evaluation batch.
 
     Returns:
         A hexadecimal number.
@@ -118,8 +118,8 @@ def check_options(options: ConfigDict, data: DataSource) -> None:
         if asked != found:
             raise ValueError(
                 f"config.data.{option} is {shorten(asked)}, but the data "
-                f"{shorten(data.info.name)} have {option}={shorten(found)}: make them "
-                "with the same"
+                f"{shorten(data.info.name)} have {option}={shorten(found)}: give "
+                "both the same value"
             )
 
 
@@ -143,7 +143,7 @@ def check_description(info: DataInfo) -> None:
         # At the end of training it would be too late.
         raise ValueError(
             f"a run cannot store the description of its data ({one_line(error)}): "
-            "correct it, such as class_names, which are texts"
+            "correct it; class_names, for example, must be strings"
         ) from error
 
 

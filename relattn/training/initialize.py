@@ -36,8 +36,8 @@ def take_model(
 ) -> None:
     """Makes ``config.model`` the model of ``config.init_from``, with some changes.
 
-    A run that resumes needs ``config.init_from`` no longer: where it is gone, the model
-    is that of the run.
+    A run that resumes no longer needs ``config.init_from``: if its folder is gone, the
+    model is that of the run.
 
     The size of the images, or the length of the texts and their tokenizer, are those of
     the model too, and so are mean, standard deviation, interpolation and crop of the
@@ -133,10 +133,10 @@ def initial_state(
     Takes everything from ``config.init_from`` except what ``config.init_skip`` names,
     and the head if the number of classes differs. Tables of positions are resized to
     the images of the task, or cut to the length of its texts; tables of tokens are cut
-    to the ids of the tokenizer, if it is the model's; patches of grey images are seen
-    as patches of three equal channels, and those of three channels by their mean.
-    Several seeds start from the same parameters. Moving statistics are taken where they
-    fit. Random features are drawn for the run.
+    to the ids of the tokenizer, if it is the model's. A model of three channels takes
+    grey images as three equal channels; a model of grey images takes the mean of three
+    channels. Several seeds start from the same parameters. Moving statistics are taken
+    where they fit. Random features are drawn for the run.
 
     Args:
         task: The task of one seed or several.
@@ -237,7 +237,7 @@ def _pair(value: Any) -> Any:
 
 @contextlib.contextmanager
 def explain_init_errors(config: ConfigDict, sizes: Mapping[str, Any]) -> Iterator[None]:
-    """Adds to errors about ``config.model`` whose values they are.
+    """Adds to errors about ``config.model`` how it differs from ``config.init_from``.
 
     Args:
         config: The run's configuration.

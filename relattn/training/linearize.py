@@ -254,7 +254,8 @@ def imitate_softmax(
 
     Raises:
         ValueError: If the model has no learned feature maps, ``variables`` are only its
-            parameters, the optimiser is none, there is no batch, or one is no array.
+            parameters, ``optimizer`` is not of optax, there is no batch, or one is not
+            an array.
 
     Example:
         >>> from relattn.models import ViT

@@ -96,7 +96,7 @@ def train_and_evaluate(
             ends with the same parameters as a run that was not interrupted. Later,
             damaged checkpoints are renamed to ``<step>.damaged``.
         data: The data set, instead of ``config.data``; the same at every call. The run
-            remembers that it was given: what evaluates the run takes it by argument.
+            stores that its data were given: calls that evaluate it need them too.
         devices: Devices to choose from; all by default. Uses the largest number of
             them that divides ``config.batch_size``.
         on_step: Called with the number of updates after each update is dispatched.
@@ -447,7 +447,7 @@ class TrainLoop:
         )
 
     def quarantine(self) -> None:
-        """Sets damaged checkpoints aside, which the run does without."""
+        """Renames damaged checkpoints, without which the run can go on."""
         distributed.barrier("checkpoints read")
         if distributed.is_primary():
             quarantine(

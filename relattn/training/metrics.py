@@ -49,7 +49,7 @@ def cross_entropy(
         >>> bool(jnp.allclose(loss, jnp.log(4.0)))
         True
     """
-    # -1 would be the last class, and -100 of other libraries a class before it.
+    # As an index, -1 would be the last class, and other libraries pad with -100.
     labels = jnp.where(labels < 0, logits.shape[-1], labels)
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), labels
@@ -92,7 +92,7 @@ def smoothed_cross_entropy(
 def is_correct(
     logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]
 ) -> Float[Array, "*batch"]:
-    """Returns 1 for each label that has the largest logit, else 0, also for NaN."""
+    """Returns 1 for each label that has the largest logit, else 0; 0 if that is NaN."""
     # The largest of logits with a NaN is the first NaN.
     correct = (logits.argmax(-1) == labels) & ~jnp.isnan(logits.max(-1))
     return correct.astype(jnp.float32)
@@ -101,7 +101,7 @@ def is_correct(
 def is_in_top(
     logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"], k: int
 ) -> Float[Array, "*batch"]:
-    """Returns 1 for each label among the k largest logits, else 0, also for NaN."""
+    """Returns 1 for each label among the k largest logits, else 0; 0 if it is NaN."""
     largest, best = jax.lax.top_k(logits, k)
     found = (best == labels[..., None]) & ~jnp.isnan(largest)
     return found.any(-1).astype(jnp.float32)

@@ -52,8 +52,8 @@ class MetricsLog:
     ):
         """Opens the files for a run that starts or resumes after ``start_step``.
 
-        With ``log_every_steps``, warns if the file has no row of ``start_step``, or
-        rows before it that are further apart: some were removed. ``loggers`` are names
+        With ``log_every_steps``, warns if the file has no row of ``start_step``, or if
+        rows before it are further apart: some were removed. ``loggers`` are names
         in `relattn.training.loggers.LOGGERS`, which are given the configuration.
         ``ends`` has the last step of each seed, if several train together.
         """

@@ -92,7 +92,7 @@ def _find_type(config: ConfigDict, key: str) -> str:
     if not re.fullmatch(r"\w+(\.\w+)*", key):
         raise ValueError(
             f"--config.{shown} is not a key: write --config.key=value, with dots "
-            "between names, and a pair as a whole"
+            "between names, and pass a pair as one value"
         )
     *path, name = key.split(".")
     parent: Any = config

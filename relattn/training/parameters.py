@@ -134,8 +134,8 @@ def is_frozen(model: nn.Module, params: Any, patterns: str) -> Any:
         )
     if all(map(frozen, names)):
         raise ValueError(
-            f"config.freeze={shorten(patterns)} leaves no parameter to train: except "
-            "some, as in '*, !head'"
+            f"config.freeze={shorten(patterns)} leaves no parameter to train: exclude "
+            "some with !, as in '*, !head'"
         )
 
     def find(names: list[str], leaf: Any, stacked: bool) -> Any:

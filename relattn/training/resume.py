@@ -119,8 +119,8 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
 
     Raises:
         WorkdirError: If the directory holds a run of another configuration, a longer
-            run, or one as long that was not evaluated at its end. Another length is
-            allowed, unless the schedule is the cosine.
+            run, or one of the same length that was not evaluated at its end. Another
+            length is allowed, unless the schedule is the cosine.
         CheckpointError: If no checkpoint is intact, or the run is complete and a best
             checkpoint and its metrics are lost.
 

@@ -60,8 +60,8 @@ class Run:
             to the model's inputs, float32 ``[batch, size, size, channels]``; jit-able.
         workdir: The run directory.
         checkpoint: ``"best"`` or ``"latest"``.
-        given: Whether the training data were given in memory: what needs them takes
-            them as ``data=``.
+        given: Whether the training data were given in memory: calls that need them
+            take them as ``data=``.
     """
 
     config: ConfigDict
@@ -207,7 +207,7 @@ class Run:
             ValueError: If the data are empty or of another kind, an option does not
                 apply to them or the model, or the training data were given in memory
                 and ``data`` is None.
-            CheckpointError: If they have other labels than the run predicts.
+            CheckpointError: If the data have other labels than the run predicts.
         """
         is_file = isinstance(data, str | Path)
         if split is not None and (is_file or isinstance(data, EvalSplit)):

@@ -156,11 +156,10 @@ def make_train_step(
 
     ``batch`` has ``label`` and the input of ``preprocess``; ``key`` is the run's key.
     All labels count equally: a batch with ``weight``, as in evaluation, raises
-    ValueError.
-    The dropout key is a function of (key, step, device, micro-batch). Random features
-    do not change: `relattn.kernels.redraw` is called between updates. Moving statistics
-    are updated once, by the mean of their updates over the devices and the
-    micro-batches. Modules average moments over the devices by
+    ValueError. The dropout key is a function of (key, step, device, micro-batch).
+    Random features do not change: `relattn.kernels.redraw` is called between updates.
+    Moving statistics are updated once, by the mean of their updates over the devices
+    and the micro-batches. Modules average moments over the devices by
     `relattn.nn.device_axis.mean_over_devices`, and over each micro-batch separately.
 
     The function can be compiled by ``jax.jit``, or mapped over devices by ``jax.pmap``
@@ -236,8 +235,8 @@ def make_train_step(
         if "weight" in batch:
             raise ValueError(
                 "training counts all labels of a batch equally, but the batch has "
-                "'weight', which only evaluation uses: yield batches without it, whose "
-                "labels are all to be learned"
+                "'weight', which only evaluation uses: yield training batches without "
+                "it"
             )
         dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
         dropout_key = jax.random.fold_in(dropout_key, device_index())

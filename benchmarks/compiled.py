@@ -1,4 +1,4 @@
-"""Compiles kernels and training steps for a TPU or GPU that need not be there.
+"""Compiles kernels and training steps for a TPU or GPU; the machine needs neither.
 
     python -m benchmarks.compiled --target=v5e --only='linear@*,vit_*' --output=DIR
 
@@ -202,7 +202,7 @@ def row_platform(name: str, platform: str) -> Any:
 
 
 def describe_device(target: Target) -> jax.Device:
-    """Returns a device of a system that need not be there.
+    """Returns a device of a system that the machine need not have.
 
     Args:
         target: The accelerator.
@@ -302,7 +302,7 @@ def choose_rows(only: str, done: Iterable[str]) -> list[str]:
 
     Args:
         only: Patterns of names, separated by commas, such as ``"linear@*"``; or empty.
-        done: Rows that are there.
+        done: Rows that are compiled already.
 
     Returns:
         The rows that the patterns match; without patterns those that are missing.

@@ -433,7 +433,7 @@ def choose_rows(only: str, done: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
     Args:
         only: Patterns of names, separated by semicolons; empty for all.
-        done: Rows that are there; those that failed are tried again.
+        done: Rows that are measured already; those that failed are tried again.
 
     Returns:
         The names of rows that match and are missing.

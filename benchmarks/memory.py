@@ -7,7 +7,7 @@
 compiles the training step of a configuration for simulated devices, without its arrays
 and data, and prints the memory per device. A mesh ``DATAxMODEL`` splits the batch into
 DATA shards and the parameters into MODEL shards; see `relattn.training.mesh`. The
-compiler is that for CPUs: on other platforms the ``temporary`` memory differs.
+compiler is the one for CPUs: on other platforms the ``temporary`` memory differs.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def pairwise_toeplitz(q, k, v, feature_map, bias, *, grid=None):
 
 
 def linear_products(q, k, v, feature_map):
-    """The matrix products of linear attention alone: no features, no normalizer."""
+    """The matrix products of linear attention alone: no features, no normaliser."""
     projection = feature_map.keywords["projection"].T
     return (q @ projection) @ ((k @ projection).swapaxes(-2, -1) @ v)
 
@@ -264,7 +264,7 @@ def _performer_pytorch(causal):
 
 
 def _fla_causal_linear(sizes):
-    """Makes a case without the features and the normalizer, whose inputs they are."""
+    """Makes a case that takes features as inputs and has no normaliser."""
     import torch
     from fla.ops.linear_attn import chunk_linear_attn
 

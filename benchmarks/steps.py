@@ -35,7 +35,7 @@ def measure_steps(
 ) -> dict[str, Any]:
     """Times the steps of a model in relattn and in PyTorch, in alternating rounds.
 
-    A step is forward, backward and update, of the recipe's optimizer, on one batch.
+    A step is forward, backward and update, by the recipe's optimiser, on one batch.
 
     Args:
         model: Key of `MODELS`.

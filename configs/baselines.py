@@ -3,8 +3,8 @@
     python train.py --config=configs/baselines.py:MODEL,DATASET --workdir=DIR
 
 MODEL: ``alexnet``, ``vgg16``, ``resnet18``, ``linformer`` or ``routing``. DATASET:
-``mnist``, ``fashion_mnist`` or ``cifar10``, prepared once with ``python -m
-relattn.data.prepare``. Example: ``configs/baselines.py:resnet18,cifar10``.
+``mnist``, ``fashion_mnist`` or ``cifar10``, prepared once with ``relattn prepare``.
+Example: ``configs/baselines.py:resnet18,cifar10``.
 
 ``modern``, the default, has our models for 32x32 images and the recipe of the
 Performers (``configs/performer.py``). The paper's text states neither the sizes of its

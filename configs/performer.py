@@ -2,11 +2,11 @@
 
     python train.py --config=configs/performer.py:DATASET,VARIANT --workdir=DIR
 
-DATASET: ``mnist``, ``fashion_mnist`` or ``cifar10``, prepared once with ``python -m
-relattn.data.prepare``. VARIANT: ``none``, ``learnable_sincos`` (absolute),
-``constrained_sincos`` (strategy 1) or ``banded`` (strategy 2); or ``invariant``, which
-is not the paper's: a bias of the offset on a torus of overlapping patches of 4x4 pixels
-with a polyphase anchor, which gives the same answer for every circular shift. Example:
+DATASET: ``mnist``, ``fashion_mnist`` or ``cifar10``, prepared once with ``relattn
+prepare``. VARIANT: ``none``, ``learnable_sincos`` (absolute), ``constrained_sincos``
+(strategy 1) or ``banded`` (strategy 2); or ``invariant``, which is not the paper's: a
+bias of the offset on a torus of overlapping patches of 4x4 pixels with a polyphase
+anchor, which gives the same answer for every circular shift. Example:
 ``configs/performer.py:fashion_mnist,constrained_sincos``.
 
 Recipe, by its source:

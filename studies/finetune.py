@@ -1,4 +1,4 @@
-"""Swaps the attention of a trained ViT and fine-tunes it, against training anew.
+"""Swaps the attention of a trained ViT and fine-tunes it; also trains it anew.
 
 ``python -m studies.finetune --data_dir=DATA --output=finetune``, from the project's
 root, trains a small ViT with softmax on Fashion-MNIST; then, for one epoch, models with
@@ -43,7 +43,7 @@ def run_finetune(
     """Trains the models and writes the table.
 
     Args:
-        data_dir: Folder of Fashion-MNIST, prepared by ``relattn.data.prepare``.
+        data_dir: Folder of Fashion-MNIST, prepared by ``relattn prepare``.
         output: The output folder.
         epochs: Number of epochs of the first model; the others have one.
         jobs: Number of parallel processes.

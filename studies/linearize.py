@@ -10,7 +10,7 @@ takes a finished run with softmax attention and, for each new attention,
   (``lora``), or all parameters (``full``).
 
 Writes ``results.json`` and ``table.md``: the test accuracy or perplexity after each
-stage, and its seconds, those of compilation included. The model of a stage is in
+stage, and the seconds of the stage, compilation included. The model of a stage is in
 ``DIR/ATTENTION/STAGE``, for `relattn.load_pretrained`. The same command continues with
 the first stage that is missing or has other settings.
 """

@@ -148,7 +148,7 @@ def split_grid(
 
 
 def folder_name(label: str, index: int) -> str:
-    """Returns a name for the folder of a run, of usual characters.
+    """Returns the name of a run's folder, without special characters.
 
     Args:
         label: The keys and values of the run.

@@ -227,9 +227,9 @@ def all_pairs() -> list[tuple[str, str]]:
 
 
 def torus_error(attention: str, position: str) -> TranslationError | None:
-    """Measures the translation error on a torus; None for pairs that take no torus.
+    """Measures the translation error on a torus; None for pairs that support no torus.
 
-    Rotary positions have no prefix token there.
+    With rotary positions there is no prefix token.
 
     Args:
         attention: Spec of an attention.

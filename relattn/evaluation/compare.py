@@ -45,7 +45,7 @@ def shift_report(
             differ only in their seed are averaged.
         output: The folder to write to.
         classes: A class, by name or number, that gets its own curves next to those of
-            all classes; or ``"all"`` for the latter alone.
+            all classes; or ``"all"`` for only the curves of all classes.
         **options: Options of `compare`.
 
     Returns:
@@ -108,8 +108,8 @@ def compare(
         The classes that each run predicts at each shift.
 
     Raises:
-        ValueError: If an argument does not fit the runs, or no image allows one of the
-            shifts, or every one of them, for the images of the class.
+        ValueError: If an argument does not fit the runs, no image allows one of the
+            shifts, or no image of the class allows all of them.
         CheckpointError: If a checkpoint is damaged.
     """
     # Check all runs before evaluating the first.

@@ -59,10 +59,10 @@ def write_page(runs: Sequence[ShiftRun], path: str | Path, **options: Any) -> No
 class Page:
     """A page of some runs on the same images: add each of them, then write it.
 
-    If the page would be too large, it has no attention maps, and says so. It first
-    shows an image that every run classifies correctly unshifted and some run does not
-    at other shifts, if there is one: that at which the worst run is furthest behind the
-    others.
+    If the page would be too large, it has no attention maps, and says so. If it can, it
+    opens on an image that every run classifies correctly unshifted and that some run
+    misclassifies at other shifts: the image on which the worst run is furthest behind
+    the others.
 
     Args:
         runs: The runs, from `relattn.evaluation.shift_runs.open_shift_runs`.
@@ -70,8 +70,8 @@ class Page:
         descriptions: A sentence on each run; by default none.
         max_shift: The shifts are ``-max_shift..max_shift`` along x and y, in pixels.
         boundary: ``"zeros"`` or ``"circular"``, see
-            `relattn.evaluation.shift.shifted_predictions`. With zeros, images are used
-            that can move by every shift without losing a non-zero pixel.
+            `relattn.evaluation.shift.shifted_predictions`. With zeros, the page uses
+            images that can move by every shift without losing a non-zero pixel.
         draws: Number of draws of the random features over which the probabilities are
             averaged; None for the ``config.eval_draws`` of each run. Attention maps are
             those of the draw that is saved with the model.

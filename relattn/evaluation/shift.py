@@ -289,10 +289,10 @@ def shifted_predictions(
         name: The run's name; by default that of its folder.
         max_shift: The shifts are ``-max_shift..max_shift``.
         axis: ``"x"``, ``"y"`` or ``"xy"``, every pair of shifts along both.
-        boundary: ``"zeros"`` move into the image, which allows shifts that lose no
-            non-zero pixel; or all images allow all shifts, and the shift is circular
-            (``"circular"``), or, for photographs, moves a crop of a larger image
-            (``"crop"``).
+        boundary: What moves into an image. With ``"zeros"``, an image allows the shifts
+            that lose no non-zero pixel. With ``"circular"``, pixels that leave the
+            image come back on the other side, and with ``"crop"``, for photographs, the
+            image is a crop of a larger one, which moves; both allow all shifts.
         draws: Number of draws of the random features, as for
             `relattn.training.Run.predict`.
         progress: Whether to show a progress bar on a terminal.
@@ -302,8 +302,8 @@ def shifted_predictions(
 
     Raises:
         ValueError: If the run is not on images, the axis, the shift or the boundary
-            does not fit them, the model has no random features, but ``draws`` is more
-            than one, or its logits are NaN.
+            does not fit them, ``draws`` is more than one for a model without random
+            features, or the logits are NaN.
     """
     info = check_shiftable(run.data, run.workdir)
     size = input_shape(run.config.data, info)[0]

@@ -80,7 +80,7 @@ def open_shift_runs(
     """Opens runs on images with their test images; each data set is loaded once.
 
     Args:
-        workdirs: Folders of runs.
+        workdirs: The run directories.
         checkpoint: ``"best"`` or ``"latest"``.
         image_size: Height and width of the images, in pixels, for which the models are
             resized; None for the size of training.

@@ -343,7 +343,9 @@ def check_feature_maps(feature_map: FeatureMap, q: Array, k: Array) -> None:
         )
 
 
-def feature_shapes(feature_map: FeatureMap, k: Array) -> Features:
+def feature_shapes(
+    feature_map: FeatureMap, k: Array | jax.ShapeDtypeStruct
+) -> Features:
     """Returns the shapes and dtypes of one token's features."""
     return jax.eval_shape(
         functools.partial(key_features, feature_map),

@@ -146,7 +146,9 @@ def attend_on_tpu(
         derivatives, in reverse mode.
     """
     einsum = wide_einsum(precision)
-    features = feature_shapes(feature_map, k)
+    features = feature_shapes(
+        feature_map, jax.ShapeDtypeStruct((1, k.shape[-1]), k.dtype)
+    )
     bounded = features.bound is not None
     value = jax.ShapeDtypeStruct((1, v.shape[-1]), v.dtype)
 

@@ -76,7 +76,7 @@ def routing_attention(
             f"routing needs a window of 1 to n={n} tokens, got window={window}"
             + bound_hint(n, f">= {window}")
         )
-    q, k, v = broadcast_batch(q, k, v)
+    q, k, v, _ = broadcast_batch(q, k, v, centroids)
     if key_mask is not None:
         q = jnp.where(key_mask[..., None], q, 0)
     k, v, key_mask = zero_masked(k, v, key_mask)

@@ -174,10 +174,11 @@ def empty_causal_state(
     features: Features, v: Array | jax.ShapeDtypeStruct
 ) -> LinearState:
     """Returns the state before the first token, for features of these shapes."""
-    batch = v.shape[:-2]
     signed = features.values is not None
     widest = features.exponents if features.values is None else features.values
     num_features = widest.shape[-1]
+    # Matrices of feature maps may have more batch axes.
+    batch = jnp.broadcast_shapes(v.shape[:-2], widest.shape[:-2])
     # With a bound, the bound is the shift and this one stays zero.
     shift = FLOAT32_MIN if features.bound is None else 0.0
     dtype = compute_dtype(v.dtype, *(x.dtype for x in jax.tree.leaves(features)))

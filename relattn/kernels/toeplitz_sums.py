@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from relattn.kernels.chunks import join_chunks, scan_chunks, split_chunks
 from relattn.kernels.guards import FLOAT32_MIN, shifted_exp
 from relattn.kernels.positions.bias import pairs_of_offsets, skew, unwrap_axes
+from relattn.kernels.precision import compute_dtype
 from relattn.offsets import Grid, Torus, offsets_per_axis
 
 # Rounding error of an FFT convolution relative to the norms of its inputs, in units of
@@ -27,9 +28,9 @@ _ROUNDING = 8.4
 
 
 def fft_sums(
-    phi_q: Float[Array, "*batch n features"],
-    phi_k: Float[Array, "*batch n features"],
-    v: Float[Array, "*batch n width"],
+    phi_q: Float[Array, "*#batch n features"],
+    phi_k: Float[Array, "*#batch n features"],
+    v: Float[Array, "*#batch n width"],
     decay: Float[Array, "*#batch rows"],
     grid: Grid,
     block_size: int,
@@ -75,21 +76,22 @@ def fft_sums(
         # Times phi(q_i)_f, summed over the features of the block.
         return sums + jnp.sum(queries[..., :, None, :] * x, axis=-3), None
 
-    sums, _ = scan_chunks(
-        add_block, jnp.zeros_like(v), split_chunks(factors, block_size)
-    )
+    arrays = (*factors, v, decay[..., None])
+    batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in arrays))
+    first = jnp.zeros((*batch, *v.shape[-2:]), compute_dtype(*arrays))
+    sums, _ = scan_chunks(add_block, first, split_chunks(factors, block_size))
     return sums.swapaxes(-2, -1)
 
 
 def pair_sums(
-    phi_q: Float[Array, "*batch n features"],
-    phi_k: Float[Array, "*batch n features"],
-    v: Float[Array, "*batch n width"],
+    phi_q: Float[Array, "*#batch n features"],
+    phi_k: Float[Array, "*#batch n features"],
+    v: Float[Array, "*#batch n width"],
     decay: Float[Array, "*#batch rows"],
     grid: Grid,
     chunk_size: int,
     einsum: Callable[..., Array],
-    exponents: tuple[Float[Array, "*batch n 1"], Float[Array, "*batch n 1"]]
+    exponents: tuple[Float[Array, "*#batch n 1"], Float[Array, "*#batch n 1"]]
     | None = None,
 ) -> Float[Array, "*batch n width"]:
     """Computes the sums of `fft_sums` from the weights of all pairs of tokens.
@@ -162,8 +164,8 @@ def pair_sums(
 
 
 def rounding_noise(
-    phi_q: Float[Array, "*batch n features"],
-    phi_k: Float[Array, "*batch m features"],
+    phi_q: Float[Array, "*#batch n features"],
+    phi_k: Float[Array, "*#batch m features"],
     decay: Float[Array, "*#batch rows"],
 ) -> Float[Array, "*batch n 1"]:
     """Bounds the rounding error of `fft_sums` of ones: about five standard deviations.
@@ -200,10 +202,10 @@ def fft_length(size: int) -> int:
 
 
 def sum_blocks(
-    phi_q: Float[Array, "*batch n features"],
-    phi_k: Float[Array, "*batch n features"],
-    v: Float[Array, "*batch n width"],
-    exponents: Float[Array, "*batch n 1"] | None,
+    phi_q: Float[Array, "*#batch n features"],
+    phi_k: Float[Array, "*#batch n features"],
+    v: Float[Array, "*#batch n width"],
+    exponents: Float[Array, "*#batch n 1"] | None,
     decay: Float[Array, "*#batch n"],
     size: int,
     chunk_size: int,
@@ -220,14 +222,14 @@ def sum_blocks(
         pairs = _split_blocks(exponents, size), _split_blocks(largest, size)
     q, k, values = (_split_blocks(x, size) for x in (phi_q, phi_k, v))
     sums = pair_sums(q, k, values, decay, (size,), chunk_size, einsum, pairs)
-    return sums.reshape(v.shape)
+    return sums.reshape(*sums.shape[:-3], *v.shape[-2:])
 
 
 def sum_halves(
-    phi_q: Float[Array, "*batch n features"],
-    phi_k: Float[Array, "*batch n features"],
-    v: Float[Array, "*batch n width"],
-    exponents: Float[Array, "*batch n 1"] | None,
+    phi_q: Float[Array, "*#batch n features"],
+    phi_k: Float[Array, "*#batch n features"],
+    v: Float[Array, "*#batch n width"],
+    exponents: Float[Array, "*#batch n 1"] | None,
     decay: Float[Array, "*#batch n"],
     size: int,
     block_size: int,
@@ -276,7 +278,7 @@ def sum_halves(
     def join(x):
         # Zeros for the left halves, then one axis of tokens again.
         x = jnp.pad(x * scale, [(0, 0)] * (x.ndim - 2) + [(size, 0), (0, 0)])
-        return x.reshape(*v.shape[:-1], x.shape[-1])
+        return x.reshape(*x.shape[:-3], v.shape[-2], x.shape[-1])
 
     return join(sums), join(noise)
 

@@ -14,8 +14,9 @@ from jaxtyping import Float
 
 from relattn import kernels, offsets
 from relattn.kernels import checks
+from relattn.kernels.platform import use_platform
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 # Equal sizes: a mask without the heads axis would broadcast silently.
 BATCH = HEADS = 2
@@ -303,6 +304,34 @@ def test_leading_axes_broadcast(name):
     cases = [tokens, shared, whole, repeated]
     results = quick_jit(lambda cases: [call(name, case) for case in cases])(cases)
     np.testing.assert_allclose(results[:2], results[2:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("causal_linear_attention", "feature_map"),
+        ("causal_toeplitz_linear_attention", "bias"),
+        ("causal_toeplitz_linear_attention", "feature_map"),
+        ("routing_attention", "centroids"),
+        ("toeplitz_linear_attention", "bias"),
+        ("toeplitz_linear_attention", "feature_map"),
+    ],
+)
+def test_heads_may_share_all_tokens(name, argument):
+    tokens, given = draw(name), KERNELS[name][1][argument]
+
+    def call_scaled(scale):
+        value = scale * normal(0, *np.shape(given))
+        if callable(given):
+            value = lambda x: given(scale * x)  # noqa: E731
+        return call(name, tokens, **{argument: value})
+
+    scales = normal(1, 2, 1, 1)
+    with use_platform("cpu", pairs_size=2, causal_chunk=2):
+        found, *alone = run(
+            lambda scales: [call_scaled(scale) for scale in (scales, *scales)], scales
+        )
+    np.testing.assert_allclose(found, alone, rtol=1e-4, atol=1e-5)
 
 
 @kernels_with("v")

@@ -471,6 +471,12 @@ def traced_call_with(name, **changes):
             "grid must be a tuple of .*: add 'grid' to the static_argnames of jax.jit",
         ),
         (
+            lambda: kernels.string_exponents(
+                np.ones((N, 1)), np.ones((1, 1)), [0], np.ones((2, 3)), num_prefix=N + 1
+            ),
+            "num_prefix must be between 0 and the number of tokens, 7, got 8",
+        ),
+        (
             lambda: offsets.num_table_rows((N,), clip=1.5),
             "clip must be a whole number of at least 0, or None, got 1.5",
         ),

@@ -123,8 +123,8 @@ def string_exponents(
         Shape ``[*batch, n, head_dim]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or A does not have one row
-            for each cosine and sine.
+        ValueError: If shapes or dtypes do not fit together, A does not have one row for
+            each cosine and sine, or ``num_prefix`` is negative or more than ``n``.
 
     Example:
         >>> w, b = jnp.array([[jnp.pi]]), jnp.zeros(1)
@@ -142,7 +142,7 @@ def string_exponents(
             f"cosine and sine, got {coefficients.shape[-2]}"
         )
     # w_r . p_i + b_r
-    angles = mixed_rotary_angles(positions, frequencies)
+    angles = mixed_rotary_angles(positions, frequencies, num_prefix=num_prefix)
     angles = angles + widen(phases)[..., None, :]
     # g(p_i) = [cos(w_r . p_i + b_r), sin(w_r . p_i + b_r)], then g(p_i) A.
     features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

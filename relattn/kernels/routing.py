@@ -297,7 +297,10 @@ def update_centroids(
 
 def unit_vectors(x: Float[Array, "*batch head_dim"]) -> Float[Array, "*batch head_dim"]:
     """Scales vectors to norm 1; zeros stay zeros."""
-    return x * jax.lax.rsqrt(jnp.maximum(jnp.square(x).sum(-1, keepdims=True), 1e-12))
+    # In float16, 1e-12 would be zero.
+    wide = widen(x)
+    squared = jnp.maximum(jnp.square(wide).sum(-1, keepdims=True), 1e-12)
+    return (wide * jax.lax.rsqrt(squared)).astype(x.dtype)
 
 
 def _layer_norm(x: Array) -> Array:

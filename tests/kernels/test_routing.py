@@ -108,8 +108,11 @@ def test_centroids_move_to_mean_of_their_tokens():
         expected = 0.9 * np.float64(mu[cluster]) + 0.1 * mean
         expected /= np.linalg.norm(expected)
         np.testing.assert_allclose(moved[cluster], expected, atol=1e-6)
-    # Centroids of empty clusters do not change.
+    # Centroids of empty clusters do not change, and zeros stay zeros.
     np.testing.assert_array_equal(move(mu, np.zeros(N, bool)), mu)
+    zeros = np.zeros((1, 2), np.float16)
+    moved = kernels.update_centroids(zeros, zeros, np.ones(1, np.float16), decay=0.5)
+    np.testing.assert_array_equal(moved, zeros)
 
 
 @pytest.mark.quick("nan")

@@ -397,6 +397,8 @@ def default_num_features(head_dim: int) -> int:
     Source:
         Choromanski et al., Rethinking Attention with Performers, theorem 4.
     """
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
     return max(1, int(head_dim * math.log(head_dim)))
 
 

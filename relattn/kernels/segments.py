@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.masks import combine_masks
 
 
@@ -19,6 +20,7 @@ def segment_starts(segment_ids: Int[Array, "*batch n"]) -> Bool[Array, "*batch n
     return segment_ids != before
 
 
+@check_arguments
 def segment_mask(segment_ids: Int[Array, "*batch n"]) -> Bool[Array, "*batch n n"]:
     """Returns which tokens of packed sequences may attend to each other.
 
@@ -32,6 +34,9 @@ def segment_mask(segment_ids: Int[Array, "*batch n"]) -> Bool[Array, "*batch n n
         True for two tokens of one segment, a ``mask`` of
         `relattn.kernels.softmax_attention` and `relattn.kernels.relative_attention`,
         shape ``[*batch, n, n]``.
+
+    Raises:
+        ValueError: If the ids are no whole numbers.
 
     Example:
         >>> segment_mask(jnp.array([4, 4, 1, 4])).astype(int).tolist()

@@ -203,7 +203,11 @@ def test_lists_are_arrays():
     allowed, ids = [True] * (N - 1) + [False], list(range(N))
     with unchecked_annotations():
         out = kernels.softmax_attention(q, k, v, key_mask=allowed, segment_ids=ids)
+        within = kernels.segment_mask([4, 4, 1])
+        buckets = kernels.offset_buckets([1, -1])
     np.testing.assert_array_equal(out[:, 0], allowed)
+    np.testing.assert_array_equal(within[1], [True, True, False])
+    np.testing.assert_array_equal(buckets, [1, 17])
 
 
 @pytest.mark.quick(
@@ -432,6 +436,10 @@ def traced_call_with(name, **changes):
             lambda: kernels.softmax_attention(
                 *np.ones((3, N, HEAD_DIM), np.float32), segment_ids=np.ones(N)
             ),
+            "segment_ids must hold whole numbers, got float64",
+        ),
+        (
+            lambda: kernels.segment_mask(np.ones(N)),
             "segment_ids must hold whole numbers, got float64",
         ),
         (

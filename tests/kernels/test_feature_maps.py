@@ -206,6 +206,8 @@ def test_different_head_dims_raise():
 
 def test_default_num_features():
     assert [feature_maps.default_num_features(d) for d in (1, 32, 48)] == [1, 110, 185]
+    with pytest.raises(ValueError, match="head_dim must be at least 1, got 0"):
+        feature_maps.default_num_features(0)
 
 
 def test_unit_norm_gives_unit_vectors_to_feature_maps():

@@ -65,6 +65,7 @@ def offset_buckets(
             f" > num_buckets / {2 * sides}, got num_buckets={num_buckets} and "
             f"max_distance={max_distance}"
         )
+    offsets = np.asarray(offsets)
     distances = np.abs(offsets) if bidirectional else np.maximum(offsets, 0)
     # half log(|d| / half) / log(max_distance / half)
     growth = np.log(np.maximum(distances, num_exact) / num_exact)

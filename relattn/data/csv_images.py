@@ -33,7 +33,8 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
 
     The first line has the names of the columns: ``path``, relative to the file's
     folder, ``label``, the name or the number of a class, and optionally ``split``, one
-    of `SPLITS`, or empty for training. Other columns are not used.
+    of `SPLITS`, or empty for training. Other columns are not used, but named in a
+    warning.
 
     Args:
         file: The CSV file, in UTF-8.
@@ -65,19 +66,20 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
         raise FileNotFoundError(
             f"the CSV file {file} is missing: set data.data_dir to it"
         )
-    listed = _list_images(file)
+    listed, others = _list_images(file)
     splits: dict[str, list[ImageFile]] = {name: [] for name in SPLITS.values()}
     missing: list[ImageFile] = []
     for split, image in listed:
         (splits[split] if image.path.is_file() else missing).append(image)
-    left_out = []
+    left_out = [f"columns: {list_names(others)}"] if others else []
     if missing:
         shown = list_names([f"{image.path} (line {image.line})" for image in missing])
         if not skip_missing:
+            slashes = ", with / in place of \\" * ("\\" in shown)
             raise FileNotFoundError(
                 f"{len(missing)} of the {len(listed)} images of {file} are missing: "
-                f"{shown}: paths are relative to {file.parent}; correct or delete the "
-                "lines, or set data.skip_unreadable=True"
+                f"{shown}: paths are relative to {file.parent}{slashes}; correct or "
+                "delete the lines, or set data.skip_unreadable=True"
             )
         left_out.append(f"missing images: {shown}")
     if not splits["train"]:
@@ -100,10 +102,14 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
     return images
 
 
-def _list_images(file: Path) -> list[tuple[str, ImageFile]]:
-    """Returns the split and the file of each image, whether the file exists or not."""
+def _list_images(file: Path) -> tuple[list[tuple[str, ImageFile]], list[str]]:
+    """Returns the split and the file of each image, and the names of other columns.
+
+    The files need not exist.
+    """
     listed: list[tuple[str, ImageFile]] = []
     lines: dict[Path, int] = {}
+    row: dict[str, str] = {}
     for line, row in _rows(file):
         path = Path(os.path.normpath(file.parent / row["path"]))
         if path in lines:
@@ -119,7 +125,8 @@ def _list_images(file: Path) -> list[tuple[str, ImageFile]]:
                 f"{', '.join(SPLITS)}"
             )
         listed.append((SPLITS[given], ImageFile(path, row["label"], line)))
-    return listed
+    # pandas gives the column of the index no name.
+    return listed, [name for name in row if name and name not in (*COLUMNS, SPLIT)]
 
 
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -151,7 +158,10 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _check_header(file: Path, header: list[str]) -> list[str]:
-    """Checks the names of the columns."""
+    """Checks the names of the columns, and returns them without capitals if used."""
+    # If a column "Split" was not used, test images would train the model.
+    used = (*COLUMNS, SPLIT)
+    header = [name.lower() if name.lower() in used else name for name in header]
     for name in COLUMNS:
         if name not in header:
             raise ValueError(
@@ -159,7 +169,7 @@ def _check_header(file: Path, header: list[str]) -> list[str]:
                 f"{shorten(','.join(header))}: write path,label there, separated by "
                 "commas"
             )
-    for name in (*COLUMNS, SPLIT):
+    for name in used:
         if header.count(name) > 1:
             raise ValueError(
                 f"the first line of {file} names the column {name!r} more than once: "

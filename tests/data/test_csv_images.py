@@ -110,13 +110,14 @@ def test_numbers_are_classes_in_numerical_order(folder):
 def test_quotes_spaces_other_columns_and_a_byte_order_mark_are_read(folder):
     (folder / "photos" / "1.png").rename(folder / "photos" / 'a, "b".png')
     text = (
-        "\ufeffwidth,label,path\r\n\r\n"
+        "\ufeffwidth,Label,PATH\r\n\r\n"
         '5, dog ,"photos/a, ""b"".png"\r\n5, "cat", photos/2.png\r\n'
     )
     images = find_csv_images(write(folder, text))
     assert [image.path.name for image in images.train] == ['a, "b".png', "2.png"]
     assert [image.line for image in images.train] == [3, 4]
     assert images.class_names == ("cat", "dog")
+    assert images.left_out == ["columns: width"]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ def test_quotes_spaces_other_columns_and_a_byte_order_mark_are_read(folder):
             r"^line 3 of .* lists 'photos/../photos/1.png' again, after line 2: delete",
         ),
         (
-            "path,label,split\nphotos/1.png,dog,tests\n",
+            "path,label,Split\nphotos/1.png,dog,tests\n",
             r"^line 2 of .* has the split 'tests': write one of train, .*, testing$",
         ),
         ('path,label\nphotos/1.png,"dog\n', r"^line 2 of .* cannot be read as CSV \("),
@@ -184,6 +185,9 @@ def test_missing_images_are_listed_with_their_lines(folder):
     file = write(folder, text)
     with pytest.raises(FileNotFoundError, match=message):
         load_data(options(file))
+    with pytest.raises(FileNotFoundError, match=r"relative to \S*, with / in place of"):
+        load_data(options(write(folder, "path,label\nphotos\\1.png,dog\n")))
+    file = write(folder, text)
     with pytest.warns(UserWarning, match=r"left out missing images: .*8.png \(line 8"):
         data = load_data(options(file, skip_unreadable=True))
     assert data.info.num_train == 6

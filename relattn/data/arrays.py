@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -9,7 +10,12 @@ import numpy as np
 
 from relattn.command import lacks_resources
 from relattn.data.array_hints import labels_hint
-from relattn.data.image_list import Images, check_several_classes, class_order
+from relattn.data.image_list import (
+    Images,
+    check_several_classes,
+    class_order,
+    list_names,
+)
 from relattn.data.images import ImageSplit, check_arrays, check_class_names
 from relattn.data.paths import describe_error
 from relattn.messages import shorten
@@ -20,6 +26,7 @@ NAMES = {
     "validation": (
         ("validation_images", "validation_labels"),
         ("val_images", "val_labels"),
+        ("valid_images", "valid_labels"),
         ("x_val", "y_val"),
     ),
     "test": (("test_images", "test_labels"), ("x_test", "y_test")),
@@ -99,7 +106,7 @@ def open_arrays(
 
     Args:
         file: The file.
-        known: Names of the arrays to read; others are left out.
+        known: Names of the arrays to read; a warning names the others.
         remedy: What to do if the file is missing, for the message.
 
     Returns:
@@ -119,8 +126,8 @@ def open_arrays(
             raise ValueError("not a file of numpy.savez")
         # Objects would have to be unpickled.
         with np.load(file, allow_pickle=False) as opened:
-            arrays = {name: opened[name] for name in opened.files if name in known}
-            return arrays, ", ".join(opened.files)
+            names = opened.files
+            arrays = {name: opened[name] for name in names if name in known}
     except Exception as error:
         if lacks_resources(error):
             raise
@@ -128,6 +135,11 @@ def open_arrays(
             f"{file} cannot be read ({describe_error(error)}): write it with "
             "numpy.savez, without arrays of objects: names are labels.astype(str)"
         ) from error
+    others = [name for name in names if name not in known]
+    if arrays and others:
+        text = f"{file}: left out arrays: {list_names(others)}"
+        warnings.warn(text, stacklevel=2)
+    return arrays, ", ".join(names)
 
 
 def read_class_names(arrays: Mapping[str, np.ndarray], file: Path) -> tuple[str, ...]:

@@ -17,8 +17,6 @@ from relattn.data.image_list import (
 KINDS = {suffix: kind for kind, suffixes in FORMATS.items() for suffix in suffixes}
 # Names of the folder of validation images.
 VALIDATION = ("validation", "val", "valid")
-# Names of folders, in lower case, that look like splits.
-_LIKE_SPLITS = {"train", "training", "test", "testing", "dev", "eval", *VALIDATION}
 LAYOUT = (
     "expected train/<class>/*.jpg, and optionally the same in validation and test (or "
     f"{', '.join(suffix for suffix in KINDS if suffix != '.jpg')})"
@@ -29,8 +27,7 @@ def find_files(root: Path) -> ImageList:
     """Lists the images of a folder, ``train/<class>/*`` and ``test/<class>/*``.
 
     Hidden files and folders are left out. Sub-folders of classes, classes without
-    images, other files, and folders that look like another split, such as ``Test``, are
-    left out and named.
+    images, other files, and other folders, such as ``Test``, are left out and named.
 
     Args:
         root: The folder that holds ``train`` and, optionally, ``validation`` (or
@@ -59,9 +56,7 @@ def find_files(root: Path) -> ImageList:
     others = [
         path
         for path in _visible(root)
-        if path.is_dir()
-        and path.name not in ("train", "test", *VALIDATION)
-        and path.name.lower() in _LIKE_SPLITS
+        if path.is_dir() and path.name not in ("train", "test", *VALIDATION)
     ]
     if others:
         left_out.append(f"other folders: {_names(others, root)}")

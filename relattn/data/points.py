@@ -327,7 +327,8 @@ def read_point_sets(
     _, axes, channels = info.point_shape
     if isinstance(points, str | os.PathLike):
         file = Path(points)
-        points, listed = open_arrays(file, {*INPUTS}, "pass a file of numpy.savez")
+        points, listed = open_arrays(file, {*PARTS}, "pass a file of numpy.savez")
+        points.pop("labels", None)
         if "positions" not in points:
             raise ValueError(
                 f"{file} has no array positions, only {listed or 'none'}: name the "

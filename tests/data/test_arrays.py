@@ -28,8 +28,9 @@ def load(file, **changes):
     [
         ("train_images", "train_labels", "val_images", "val_labels", "test_{}s"),
         ("x_train", "y_train", "x_val", "y_val", "{}_test"),
+        ("train_images", "train_labels", "valid_images", "valid_labels", "test_{}s"),
     ],
-    ids=["medmnist", "keras"],
+    ids=["medmnist", "keras", "valid"],
 )
 def test_names_of_medmnist_and_keras_are_read(tmp_path, names):
     images, labels, val_images, val_labels, test = names
@@ -51,6 +52,9 @@ def test_names_of_medmnist_and_keras_are_read(tmp_path, names):
     assert data.info.class_names == ("0", "1", "2")
     with pytest.raises(ValueError, match="num_validation=2 holds out training images"):
         load(tmp_path / "a.npz", num_validation=2)
+    file = save(tmp_path, **arrays, X_test=IMAGES)
+    with pytest.warns(UserWarning, match="a.npz: left out arrays: X_test$"):
+        load(file)
 
 
 def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):

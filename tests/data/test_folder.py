@@ -152,12 +152,13 @@ def test_what_is_left_out_is_named(root):
     (root / "train" / "c").mkdir()
     (root / "test" / "b" / "notes.txt").write_text("not an image")
     write(root, "testing/b/1.png", np.zeros((7, 7, 3)))
+    write(root, "tests/b/1.png", np.zeros((7, 7, 3)))
     write(root, "train/.hid/1.png", np.zeros((7, 7, 3)))
     write(root, "test/b/.1.png", np.zeros((7, 7, 3)))
     message = (
         "left out classes without images: train/c; sub-folders of classes: "
         "train/a/y.png; other files: train/a/x.png; other files: test/b/notes.txt; "
-        "other folders: testing"
+        "other folders: testing, tests"
     )
     with pytest.warns(UserWarning, match=message):
         found = read_folder(root)

@@ -228,3 +228,9 @@ def test_wrong_files_of_a_user_raise(tmp_path):
     np.savez(file, train_positions=np.zeros((2, 3, 3)))
     with pytest.raises(ValueError, match="no array positions, only train_positions: n"):
         read_point_sets(file, INFO)
+    np.savez(file, positions=np.zeros((2, 3, 3)), feature=np.zeros((2, 3, 1)))
+    with (
+        pytest.warns(UserWarning, match="mine.npz: left out arrays: feature$"),
+        pytest.raises(ValueError, match="have 3 axes"),
+    ):
+        read_point_sets(file, INFO)

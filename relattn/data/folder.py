@@ -62,8 +62,6 @@ def find_files(root: Path) -> ImageList:
         left_out.append(f"other folders: {_names(others, root)}")
     kinds = {KINDS[image.path.suffix.lower()] for image in train + validation + test}
     origin = f"{' and '.join(sorted(kinds))} files in {root}"
-    if not test:
-        origin += ", without test/: the validation images are the test images"
     names = tuple(sorted({image.class_name for image in train}))
     check_several_classes(names, str(root / "train"))
     images = ImageList(root, train, test, names, origin, left_out, validation)

@@ -38,6 +38,7 @@ from relattn.messages import printable
 MEMORY_BYTES = 2**30
 # Files that a thread decodes at once.
 CHUNK = 32
+WITHOUT_TEST = ", without test images: the validation images are the test images"
 # Names shown of what is left out, and of what has to be replaced.
 MAX_NAMES = 3
 MAX_UNREADABLE = 10
@@ -453,7 +454,9 @@ def _without(
 
 
 def _all_unreadable(where: str, first: UnreadableImageError) -> ValueError:
-    return ValueError(f"none of {where} can be read; the first is {first}")
+    # They are skipped already.
+    first_problem = str(first).replace(HINT, "replace or delete them")
+    return ValueError(f"none of {where} can be read; the first is {first_problem}")
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from relattn.data.huggingface import find_huggingface_images
 from relattn.data.image_io import check_background
 from relattn.data.image_list import (
     MEMORY_BYTES,
+    WITHOUT_TEST,
     ImageList,
     Images,
     decode_list,
@@ -223,6 +224,7 @@ def load_images(config: ConfigDict) -> ImageData:
 def _make_images(config: ConfigDict, images: Images) -> ImageData:
     """Splits images in memory, and places them on a canvas if asked for."""
     train, test, class_names, origin, validation = images
+    origin += WITHOUT_TEST * (test is None)
     num_validation = config.get("num_validation", 0)
     if validation is None:
         train, validation = split_validation(

@@ -35,7 +35,7 @@ from relattn.data.base import (
     steps_per_epoch,
 )
 from relattn.data.image_io import decode_image, open_image
-from relattn.data.image_list import ImageList, ImageRecords
+from relattn.data.image_list import WITHOUT_TEST, ImageList, ImageRecords
 from relattn.data.image_transforms import (
     randaugment,
     random_flip,
@@ -176,7 +176,7 @@ def _make_streamed(
         mean=MEAN,
         std=STD,
         num_train=len(train),
-        origin=origin,
+        origin=origin + WITHOUT_TEST * (test is None),
         streamed=True,
     )
     splits = {

@@ -59,7 +59,10 @@ def test_labels_belong_to_their_images_in_any_working_folder(
     file = write(folder, table())
     data = load_images(options(file, num_validation=2))
     assert data.info.class_names == ("cat", "dog")
-    assert data.info.origin == f"the images of {file}"
+    assert data.info.origin == (
+        f"the images of {file}, without test images: the validation images are the "
+        "test images"
+    )
     assert (len(data.train), len(data.validation)) == (4, 2)
     found = numbers(data.train) | numbers(data.validation)
     assert found == {1: 1, 2: 0, 3: 1, 4: 0, 5: 1, 6: 0}
@@ -219,6 +222,7 @@ def test_images_of_another_size_are_streamed_with_their_labels(folder):
     config = options(write(folder, table()), num_validation=1)
     data = load_data(config)
     assert data.info.streamed and data.info.num_train == 5
+    assert data.info.origin.endswith("the validation images are the test images")
     with data.train_loader(5, seed=0) as loader:
         _, batch = next(loader)
     levels = batch["image"][:, 0, 0, 0].tolist()

@@ -389,11 +389,10 @@ def _ring_sum_backward(grid, residuals, cotangent):
     rings = jnp.stack(_rings(grid, x, weights.shape[-1]), axis=-2)
     # Without the barrier XLA recomputes the rings for every weight.
     rings = jax.lax.optimization_barrier(rings)
-    return (
-        # As exact as the forward pass, which has no matrix product.
-        jnp.einsum("...de,...e->...d", rings, cotangent, precision="highest"),
-        _ring_sum_adjoint(grid, weights, cotangent),
-    )
+    # As exact as the forward pass, which has no matrix product.
+    of_weights = jnp.einsum("...de,...e->...d", rings, cotangent, precision="highest")
+    of_x = _ring_sum_adjoint(grid, weights, cotangent)
+    return of_weights.astype(weights.dtype), of_x.astype(x.dtype)
 
 
 _ring_sum.defvjp(_ring_sum_forward, _ring_sum_backward)

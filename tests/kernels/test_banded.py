@@ -275,6 +275,18 @@ def test_mask_broadcasts_over_heads():
     np.testing.assert_allclose(attend(q, v, mask), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("wide", range(3))
+def test_gradients_have_the_dtypes_of_their_arguments(wide):
+    def loss(*inputs):
+        return banded_attention(*inputs, jax.nn.softplus, grid=(2, 4)).sum()
+
+    inputs = list(_inputs((2, 4), 0, 2))
+    with jax.enable_x64(True):
+        inputs[wide] = np.float64(inputs[wide])
+        gradients = jax.eval_shape(jax.grad(loss, (0, 1, 2)), *inputs)
+    assert [x.dtype for x in gradients] == [x.dtype for x in inputs]
+
+
 @pytest.mark.quick("0-far")
 @pytest.mark.parametrize(("num_prefix", "cls"), [(0, "far"), (2, "far"), (2, "corner")])
 def test_without_keys_output_is_zero_and_gradients_finite(num_prefix, cls):

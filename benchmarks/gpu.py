@@ -235,7 +235,7 @@ def step_row(name: str, *overrides: str, fill: bool = False) -> Prepare:
             flops = matmul_flops(step, *abstract)
             compiled = step.lower(*abstract).compile()
         temporary = compiled.memory_analysis().temp_size_in_bytes
-        batch = parallel.shard(_draw_batch(abstract[1], info))
+        batch = parallel.shard(_draw_batch(abstract[1]))
         key = parallel.place_key(task.key)
 
         def measure() -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _filled_batch(name: str, card: Card) -> int:
     return min(most, factor * measured["batch_size"])
 
 
-def _draw_batch(shapes: Mapping[str, Any], info: Any) -> dict[str, np.ndarray]:
+def _draw_batch(shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(0)
     sizes = {"image": 256, "tokens": 50257, "label": 10}
     if "tokens" in shapes:

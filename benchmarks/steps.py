@@ -128,16 +128,15 @@ def _torch_step(model: str, cores: int) -> Callable[[int], None]:
     return run
 
 
-def make_torch_model(options: Any, grid: tuple[int, int], num_classes: int = 10) -> Any:
+def make_torch_model(options: Any, grid: tuple[int, int]) -> Any:
     """Makes a model of `MODELS` in plain PyTorch, with the same parameters.
 
     Args:
         options: The configuration's ``model``.
         grid: Height and width in patches.
-        num_classes: Number of classes.
 
     Returns:
-        A `torch.nn.Module` from images ``[batch, 1, height, width]`` to logits.
+        A `torch.nn.Module` from images ``[batch, 1, height, width]`` to 10 logits.
     """
     import torch
     from torch import nn
@@ -215,7 +214,7 @@ def make_torch_model(options: Any, grid: tuple[int, int], num_classes: int = 10)
                 self.positions = nn.Parameter(0.02 * torch.randn(1, n, dim))
             self.blocks = nn.Sequential(*(Block() for _ in range(options.num_layers)))
             self.norm = nn.Identity() if performer else nn.LayerNorm(dim)
-            self.head = nn.Linear(dim, num_classes)
+            self.head = nn.Linear(dim, 10)
 
         def forward(self, images):
             x = nn.functional.unfold(images, patch, stride=patch).transpose(1, 2)

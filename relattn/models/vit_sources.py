@@ -360,7 +360,6 @@ def _hf(
     pool: str = "cls",
     final_norm: bool = True,
     activation: str = "gelu",
-    ignored: str = _HF_IGNORED,
     antialias: bool = False,
 ) -> Converted:
     """Converts an image encoder of transformers; see `_vit`.
@@ -376,6 +375,7 @@ def _hf(
     else:
         settings.pop("projection_dim", None)
     activation = source_configs.activation(settings.get("hidden_act", activation))
+    ignored = _HF_IGNORED
     if not final_norm:
         ignored = rf"{ignored}|vit\.layernorm\.(weight|bias)"
     if pool != "attention":

@@ -124,7 +124,7 @@ def test_bpe_file_of_another_vocabulary_raises(tmp_path):
         load_tokenizer("gpt2", str(tmp_path))
 
 
-def test_failed_download_raises(tmp_path, monkeypatch):
+def test_failed_download_raises(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
 
     def refuse(name):

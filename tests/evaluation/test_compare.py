@@ -194,7 +194,7 @@ def test_an_invalid_output_is_refused_first(tmp_path, output, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_runs_on_other_data_are_refused(workdir, tmp_path, monkeypatch):
+def test_runs_on_other_data_are_refused(workdir, monkeypatch):
     saved = open_run(workdir)
     text = TextInfo("plays", "bytes", 256, 7, 100, "a file")
     task = dataclasses.replace(saved.task, info=text)
@@ -207,7 +207,7 @@ def test_runs_on_other_data_are_refused(workdir, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_data_with_other_classes_are_refused(workdir, tmp_path, monkeypatch):
+def test_data_with_other_classes_are_refused(workdir, monkeypatch):
     data = load_images(load_run(workdir).config.data)
     for change, message in [
         (
@@ -251,7 +251,7 @@ def test_a_convolutional_network_and_a_performer_share_a_figure(workdir, tmp_pat
         load_run(baseline, image_size=28)
 
 
-def test_a_checkpoint_of_another_model_is_refused(workdir, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(workdir):
     config = importlib.import_module("configs.baselines").get_config(
         "alexnet,fashion_mnist,smoke"
     )
@@ -336,7 +336,7 @@ def test_runs_without_random_features_have_one_draw(
 
 
 @pytest.mark.slow
-def test_a_run_evaluates_images_of_another_size(workdir, tmp_path):
+def test_a_run_evaluates_images_of_another_size(workdir):
     trained, run = load_run(workdir), load_run(workdir, image_size=40)
     size = trained.config.data.image_size
     assert (size, run.config.data.image_size) == (32, 40)

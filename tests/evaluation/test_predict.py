@@ -66,7 +66,7 @@ def test_classes_of_saved_models_have_names(tmp_path, photos, capsys):
     assert "it has 2 class_names, expected 3" in capsys.readouterr().err
 
 
-def test_a_saved_model_of_nan_warns(tmp_path, photos, capsys, monkeypatch):
+def test_a_saved_model_of_nan_warns(tmp_path, photos, monkeypatch):
     loaded = load_pretrained(save_vit(tmp_path / "vit", num_classes=7))
     undefined = jax.tree.map(lambda x: np.full_like(x, np.nan), loaded.variables)
     broken = dataclasses.replace(loaded, variables=undefined)

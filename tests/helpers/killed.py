@@ -103,9 +103,9 @@ def latest(checkpoints):
     return (checkpoint_steps(checkpoints) or [0])[-1]
 
 
-def wait_until(condition, seconds=1.0):
+def wait_until(condition):
     """Waits for a condition, but at most a second: it may have passed unseen."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 1.0
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
 

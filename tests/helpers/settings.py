@@ -13,11 +13,11 @@ NUM_DEVICES = 4
 MOST_MAPS = 30_000
 
 
-def simulate_devices(num_devices=NUM_DEVICES):
+def simulate_devices():
     """Simulates CPU devices, if JAX has not started yet."""
     # With one thread per device, two collectives of a program can wait for each other.
-    os.environ.setdefault("NPROC", str(2 * num_devices))
-    chex.set_n_cpu_devices(num_devices)
+    os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))
+    chex.set_n_cpu_devices(NUM_DEVICES)
 
 
 def compile_quickly():

@@ -80,7 +80,7 @@ def test_training_never_restarts_over_damaged_checkpoints(config, tmp_path, one_
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_data_that_changed_are_refused(config, tmp_path, one_device, monkeypatch):
+def test_data_that_changed_are_refused(config, tmp_path, one_device):
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
             config, tmp_path, devices=one_device, on_step=interrupt_at(7)

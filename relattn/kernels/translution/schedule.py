@@ -18,6 +18,9 @@ import numpy as np
 
 from relattn.offsets import Grid, Torus
 
+# More buckets waste less work and take longer to compile.
+_MAX_BUCKETS = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
@@ -67,7 +70,6 @@ def plan(
     *,
     causal: bool = False,
     clip: int | None = None,
-    max_buckets: int = 16,
 ) -> Plan:
     """Divides the offsets of a grid into buckets.
 
@@ -76,8 +78,6 @@ def plan(
         causal: Whether to use the offsets 0, 1, ... of a line only.
         clip: Largest component of an offset to use, whose rows are then those of
             `relattn.kernels.expand_clipped_table`; None for all offsets.
-        max_buckets: Largest number of buckets; more buckets waste less work and take
-            longer to compile.
 
     Returns:
         The plan.
@@ -95,7 +95,7 @@ def plan(
     # The number of magnitudes that the table has along each axis.
     sizes = shape if clip is None else (clip + 1,) * len(shape)
     buckets, padding = [], np.zeros(len(shape), int)
-    for ranges in itertools.product(*_split_axes(shape, max_buckets)):
+    for ranges in itertools.product(*_split_axes(shape)):
         ranges = [r[r < size] for r, size in zip(ranges, sizes, strict=True)]
         if not all(map(len, ranges)):
             continue
@@ -164,7 +164,7 @@ def _strides(sizes):
     return np.cumprod([1, *sizes[:0:-1]])[::-1]
 
 
-def _split_axes(shape, max_buckets):
+def _split_axes(shape):
     """Splits the magnitudes of all axes into the ranges that waste the least work.
 
     A range wastes about the square of its length, so equal ranges are best.
@@ -178,7 +178,7 @@ def _split_axes(shape, max_buckets):
         for size, least in zip(shape, shortest, strict=True)
     ]
     for parts in itertools.product(*(range(1, most_parts + 1) for most_parts in most)):
-        if math.prod(parts) <= max_buckets:
+        if math.prod(parts) <= _MAX_BUCKETS:
             waste[parts] = math.prod(
                 1 + 1 / part - 1 / size for part, size in zip(parts, shape, strict=True)
             )

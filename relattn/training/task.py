@@ -93,8 +93,8 @@ class Task:
         num_steps, _ = run_length(config, steps_per_epoch)
         if num_steps > LARGEST_INT:
             raise ValueError(
-                f"config.num_epochs={config.num_epochs} of {steps_per_epoch} steps "
-                f"must have at most {LARGEST_INT} in all"
+                f"config.num_epochs={config.num_epochs}, of {steps_per_epoch} steps "
+                f"each, has more than {LARGEST_INT} steps: choose fewer epochs"
             )
         schedule = make_schedule(
             config.schedule.name,

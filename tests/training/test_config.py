@@ -74,7 +74,7 @@ def test_the_number_of_steps_fits_32_bits():
     config.num_epochs = 2**30
     check_config(config)
     info = TextInfo("plays", "bytes", 256, 7, 3 * config.batch_size, "a file")
-    with pytest.raises(ValueError, match="of 3 steps must have at most 214748364"):
+    with pytest.raises(ValueError, match="of 3 steps each, has more than 2147483647"):
         Task.build(config, info)
 
 

@@ -203,7 +203,7 @@ def eval_shift(
     add(
         "--boundary",
         default="zeros",
-        help="what moves into an image: zeros; circular (what leaves it on the other "
+        help="what moves into an image: zeros; circular (what leaves on the other "
         "side); or, for photographs, crop (the rest of a larger image). With circular "
         "and crop, all images allow all shifts",
     )

@@ -65,7 +65,7 @@ def convert(
         source: A key of `SOURCES`, or ``"run"``.
         checkpoint: The file, or the ``*.index.json`` of one in parts; for a run its
             directory.
-        output: Folder for the two files; nothing is written if anything does not fit.
+        output: Folder for the model's files; on an error nothing is written.
         num_heads: Number of heads; 0 for that of the ``config.json`` beside the
             checkpoint, or of the run.
 
@@ -308,9 +308,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.Parser("python -m relattn.convert", __doc__)
     parser.add_argument("--source", required=True, help=", ".join([*SOURCES, "run"]))
     parser.add_argument(
-        "--checkpoint", required=True, help="a file, or the directory of a run"
+        "--checkpoint", required=True, help="a file, or a run directory"
     )
-    parser.add_argument("--output", required=True, help="folder for the two files")
+    parser.add_argument("--output", required=True, help="folder for the model's files")
     parser.add_argument("--num_heads", type=int, default=0, help="number of heads")
     given = parser.parse_args(argv)
     config = convert(

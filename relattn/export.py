@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="RUN",
         help="the run directory, or a folder or hf:owner/name for load_pretrained",
     )
-    add("--workdir", help="the same")
+    add("--workdir", help="RUN, as an option")
     add("--format", required=True, help=", ".join(FORMATS))
     add("--output", required=True, help="folder for the files")
     add("--checkpoint", default="best", help="best or latest, of a run")
@@ -336,8 +336,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [*given.paths, *([] if given.workdir is None else [given.workdir])]
     if len(runs) != 1:
         raise ValueError(
-            f"{len(runs)} runs are given, and one is exported: name it, as in relattn "
-            "export RUN --format=hf --output=DIR"
+            f"got {len(runs)} runs, expected one: name it, as in relattn export RUN "
+            "--format=hf --output=DIR"
         )
     difference = export(
         runs[0],

@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--dataset",
         default="",
-        help="train the runs of this key only, such as a data set",
+        help="train only the runs of this data set, or other key of the study",
     )
     parser.add_argument("--models", default="", help="train these rows only: NAME,NAME")
     parser.add_argument("--seeds", type=int, default=1, help="runs per model")

@@ -181,7 +181,7 @@ def test_formats_and_folders_are_checked_first(tmp_path, monkeypatch):
 def test_one_run_is_exported(runs, count, capsys):
     with pytest.raises(SystemExit):
         export.main([*runs, "--format=hf", "--output=x"])
-    assert f"error: {count} runs are given, and one is" in capsys.readouterr().err
+    assert f"error: got {count} runs, expected one: name it" in capsys.readouterr().err
 
 
 def test_another_function_is_not_written():

@@ -148,9 +148,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="the run directory, and image files or folders of them, or .npz files of "
         "sets of points",
     )
-    add("--workdir", help="the run directory")
+    add("--workdir", help="the run directory, as an option")
     inputs = {"default": [], "nargs": "+", "action": "extend"}
-    add("--input", **inputs, help="these files or folders; repeatable")
+    add("--input", **inputs, help="the files or folders, as an option; repeatable")
     add("--output", help="a file to write to; by default the table is printed")
     add(
         "--probabilities",
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--top",
         type=int,
         default=1,
-        help="number of most likely classes in a row; by default one",
+        help="number of most likely classes in each row; by default one",
     )
     add("--checkpoint", default="best", help="best or latest")
     add(

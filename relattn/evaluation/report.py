@@ -355,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--workdir", required=True, help="the run directory")
     add("--output", help="the page; by default WORKDIR/report.html")
     add("--checkpoint", default="best", help="best or latest")
-    add("--seed", type=int, help="which seed of a run of several; by default the first")
+    add("--seed", type=int, help="the seed, if there are several; by default the first")
     add("--num_images", type=int, help="number of test images to use; by default all")
     given = parser.parse_args(argv)
     output = expand(given.workdir, "--workdir") / "report.html"

@@ -207,7 +207,7 @@ def replace_file(path: str | Path, data: str | bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Adds a file's name to errors of reading it, which, unlike others, have none.
+    """Adds the name of a file to errors of reading it, which have none.
 
     Args:
         path: The file.

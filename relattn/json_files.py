@@ -45,7 +45,7 @@ class Range:
 
 
 def to_plain(value: Any) -> Any:
-    """Converts what `json.dumps` calls its ``default`` for, in configurations.
+    """Converts what `json.dumps` cannot write in configurations: its ``default``.
 
     Args:
         value: A mapping that is no dict, such as a ``ConfigDict``; or a number or an

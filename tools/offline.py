@@ -162,7 +162,7 @@ def _machine(python: str) -> list[str]:
 
 
 def _failure(stderr: str) -> ValueError:
-    """Returns an error with the last that pip wrote."""
+    """Returns an error with the last one that pip wrote."""
     errors = re.findall(r"^ERROR: (.+)", stderr, re.MULTILINE)
     return ValueError(f"pip failed: {command.one_line((errors or [stderr])[-1])}")
 

@@ -638,7 +638,7 @@ def abstract(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _initial(model, config):
-    """Initializes a model's variables."""
+    """Initialises a model's variables."""
     if model.inputs == "images":
         example = jnp.zeros((1, *config["image_shape"]))
     elif model.inputs == "points":

@@ -98,7 +98,21 @@ class _LinenModule(nnx.bridge.ToNNX):
             self.deterministic = deterministic
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        return nnx.bridge.ToNNX.__call__(self, *args, **kwargs)
+        # The bridge takes all attributes for variables, those of users and of
+        # `flax.nnx.tabulate` too.
+        attributes = vars(self)
+        others = {
+            name: value
+            for name, value in attributes.items()
+            if not name.startswith(("to_nnx__", "_pytree__"))
+            and not isinstance(value, dict | nnx.Variable)
+        }
+        for name in others:
+            del attributes[name]
+        try:
+            return nnx.bridge.ToNNX.__call__(self, *args, **kwargs)
+        finally:
+            attributes.update(others)
 
     def _call(self, x: Any, *, index: Any, update_stats: bool, **kwargs: Any) -> Any:
         """Calls the module; writes the cache and, if told to, batch statistics."""
@@ -480,7 +494,8 @@ class Model(_LinenModule):
                     "the model has dropout but no random numbers: pass rngs=, or call "
                     "model.eval()"
                 )
-            kwargs["rngs"] = nnx.Rngs(dropout=stream())
+            # Every stream of Linen; `flax.nnx.tabulate` takes no new `flax.nnx.Rngs`.
+            kwargs["rngs"] = stream()
         return self._call(inputs, index=index, update_stats=not deterministic, **kwargs)
 
 

@@ -187,17 +187,23 @@ def test_dropout_draws_from_the_stream_of_the_model():
         apply = functools.partial(Drop().apply, {}, x, deterministic=False)
         return [apply(rngs={"dropout": key}) for key in keys]
 
-    def draw(stream):
-        return nnx.Rngs(dropout=stream())["dropout"]()
-
     # A stream like that of the model; evaluation draws nothing.
     stream = nnx.Rngs(dropout=11)["dropout"].fork()
-    given = draw(nnx.Rngs(dropout=5)["dropout"])
-    keys = [draw(stream), draw(stream), given, draw(stream)]
+    given = nnx.Rngs(dropout=5)["dropout"]()
+    keys = [stream(), stream(), given, stream()]
     first, second, other, third = run(theirs, keys)
     assert len(np.unique([first, second, other, third], axis=0)) == 4
     expected = [first, second, other, x, third, x]
     np.testing.assert_array_equal(run(ours, state), expected)
+
+
+def test_tabulate_shows_models_with_attributes_of_their_users():
+    model = Model(Drop(), {}, rngs=nnx.Rngs(dropout=11))
+    model.label = "drop"
+    assert "float32[3,7]" in nnx.tabulate(
+        model, np.ones((3, 7), np.float32), console_kwargs={"force_terminal": False}
+    )
+    assert model.label == "drop"
 
 
 def test_dropout_without_random_numbers_raises():

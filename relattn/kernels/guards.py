@@ -137,8 +137,7 @@ def scale_backward(
 
     Args:
         function: Computes averages of the values, and may return sums after them, in a
-            tuple. It may close over arrays of floats, which get gradients; masks must
-            be arguments.
+            tuple. It may close over arrays; those of floats get gradients.
         values: Values, shape ``[*batch, n, value_dim]``.
         *arguments: Further arrays, or trees of arrays.
 
@@ -151,8 +150,17 @@ def scale_backward(
     """
     # Scaled cotangents need the exponents of float32.
     values, arguments = jax.tree.map(_without_float16, (values, arguments))
-    converted, constants = jax.closure_convert(function, values, *arguments)
-    return _call(converted, values, arguments, constants)
+    # `jax.closure_convert` would leave integers and keys in the closure, from where
+    # those of a scan's step escape.
+    closed, results = jax.make_jaxpr(function, return_shape=True)(values, *arguments)
+
+    def converted(values, *inputs):
+        inputs, constants = inputs[: len(arguments)], inputs[len(arguments) :]
+        leaves = jax.tree.leaves((values, inputs))
+        leaves = jax.core.eval_jaxpr(closed.jaxpr, constants, *leaves)
+        return jax.tree.unflatten(jax.tree.structure(results), leaves)
+
+    return _call(converted, values, arguments, closed.consts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

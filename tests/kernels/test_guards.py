@@ -214,6 +214,30 @@ def test_scaling_the_backward_pass_changes_no_gradient(dtype):
         )
 
 
+def test_feature_maps_in_a_scan_may_close_over_integers_and_keys():
+    x, w = normal(0, 3, 2), normal(1, 4, 2)
+    rows, keys = np.array([[0, 2], [3, 1]]), jax.random.split(jax.random.key(0))
+
+    def loss(w, rows, key):
+        def feature_map(x):
+            chosen = w[rows] * jax.random.bernoulli(key, 0.5, (2, 1))
+            return kernels.positive_features(x, chosen)
+
+        return kernels.causal_linear_attention(x, x, x, feature_map).sum()
+
+    def scanned(w):
+        def step(total, inputs):
+            return total + loss(w, *inputs), None
+
+        return jax.lax.scan(step, 0.0, (rows, keys))[0]
+
+    def looped(w):
+        return loss(w, rows[0], keys[0]) + loss(w, rows[1], keys[1])
+
+    found, expected = run(lambda w: [jax.grad(f)(w) for f in (scanned, looped)], w)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 def test_a_nan_cotangent_reaches_its_own_row_only():
     q, k, v = (np.full((3, 2), i, np.float32) for i in (0.1, 0.2, 0.3))
     feature_map = compare.feature_map("relu", np.eye(2, dtype=np.float32))

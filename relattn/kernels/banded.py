@@ -392,7 +392,7 @@ def _ring_sum_backward(grid, residuals, cotangent):
     # As exact as the forward pass, which has no matrix product.
     of_weights = jnp.einsum("...de,...e->...d", rings, cotangent, precision="highest")
     of_x = _ring_sum_adjoint(grid, weights, cotangent)
-    return of_weights.astype(weights.dtype), of_x.astype(x.dtype)
+    return of_weights.astype(weights.dtype), jnp.asarray(of_x, x.dtype)
 
 
 _ring_sum.defvjp(_ring_sum_forward, _ring_sum_backward)

@@ -27,6 +27,7 @@ from relattn.data import (
     read_images,
     read_point_sets,
 )
+from relattn.data.prepare_text import LINES_SUFFIXES
 from relattn.data.text import TokenMeta
 from relattn.data.tokenizers import (
     FILE_PREFIX,
@@ -329,12 +330,20 @@ def read_text_split(
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is not UTF-8, or has fewer than two tokens.
+        IsADirectoryError: If it is a folder.
+        ValueError: If it is JSON, not UTF-8, or has fewer than two tokens.
     """
     tokenizer = read_tokenizer(run, bpe_dir)
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: pass its text files")
     if not path.is_file():
         raise FileNotFoundError(f"the text file {path} is missing")
+    if path.suffix.lower() in (".json", *LINES_SUFFIXES):
+        raise ValueError(
+            f"{path} is JSON, whose names and quotes would count as text: write its "
+            "texts to a file .txt, or rename it to .txt if it is a text"
+        )
     try:
         with naming(path):
             # A byte order mark, as Windows writes it, is not a part of the text.

@@ -233,6 +233,10 @@ def test_a_text_file_that_cannot_be_evaluated(workdir, tmp_path, content, messag
         run.evaluate(path)
     with pytest.raises(FileNotFoundError, match="the text file .* is missing"):
         run.evaluate(tmp_path / "b.txt")
+    with pytest.raises(IsADirectoryError, match="is a folder: pass its text files$"):
+        run.evaluate(tmp_path)
+    with pytest.raises(ValueError, match=r"b.JSONL is JSON, .* count as text: write "):
+        run.evaluate(path.rename(tmp_path / "b.JSONL"))
 
 
 @pytest.mark.parametrize("terminal, shown", [(True, "\\x1b[2J\n\tä\n"), (False, "")])

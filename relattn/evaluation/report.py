@@ -24,10 +24,10 @@ from relattn.data.tokenizers import TOKENIZERS
 from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.evaluation.figures import plain
 from relattn.files import expand, usable_file
-from relattn.messages import printable
+from relattn.messages import printable, shorten
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
-from relattn.training.given_data import require_data
+from relattn.training.given_data import check_source, require_data
 from relattn.training.metrics import METRICS, format_value, title
 from relattn.training.metrics_log import read_rows
 from relattn.training.predict import require_kind, warn_of_nan
@@ -77,8 +77,13 @@ def report(
     Warns:
         UserWarning: If probabilities are NaN.
     """
-    if num_images is not None and num_images < 1:
-        raise ValueError(f"num_images={num_images} must be at least 1")
+    if num_images is not None:
+        is_integer = isinstance(num_images, int | np.integer)
+        if not is_integer or num_images < 1:
+            raise ValueError(
+                f"num_images={shorten(num_images)} must be an integer of at least 1"
+            )
+    check_source(data)
     undrawn = "points" if run.data.kind == "points" else ""
     if run.data.kind == "images" and len(run.data.image_shape) != 3:
         undrawn = "volumes"
@@ -198,13 +203,15 @@ def _image_parts(
     # On one line, with the bytes of folders' names that are not UTF-8.
     names = [printable(name) for name in require_kind(run, "images").class_names]
     predicted = probabilities.argmax(axis=-1)
-    counts = confusion_matrix(labels, predicted, len(names))
-    totals, right = counts.sum(axis=1), counts.diagonal()
+    # The largest of NaN would be the first class.
+    defined = ~np.isnan(probabilities).any(axis=-1)
+    counts = confusion_matrix(labels[defined], predicted[defined], len(names))
+    totals, right = np.bincount(labels, minlength=len(names)), counts.diagonal()
     rows = [
         (name, f"{100 * hits / max(total, 1):.1f}%" if total else "–", f"{total:,}")
         for name, hits, total in zip(names, right, totals, strict=True)
     ]
-    wrong = np.flatnonzero(predicted != labels)
+    wrong = np.flatnonzero(defined & (predicted != labels))
     # The most confident errors first.
     wrong = wrong[np.argsort(-probabilities[wrong].max(axis=-1), kind="stable")]
     errors = wrong[:NUM_ERRORS]
@@ -213,6 +220,7 @@ def _image_parts(
         f"({probabilities[i, predicted[i]]:.0%})"
         for i in errors
     ]
+    shown = zip(predicted[:NUM_MAPS], ~defined, strict=False)
     parts = [
         "<h2>Confusion matrix</h2>",
         f"<p>{len(labels):,} test images, {100 * right.sum() / len(labels):.2f}% "
@@ -225,7 +233,11 @@ def _image_parts(
         if len(errors)
         else "<p>There are none.</p>",
         "<h2>Attention maps</h2>",
-        _maps(run, images[:NUM_MAPS], [names[i] for i in predicted[:NUM_MAPS]]),
+        _maps(
+            run,
+            images[:NUM_MAPS],
+            ["NaN" if nan else names[i] for i, nan in shown],
+        ),
     ]
     return parts
 
@@ -322,7 +334,10 @@ def _maps(run: Run, images: np.ndarray, predicted: Sequence[str]) -> str:
 
 
 def _show(ax: Any, image: np.ndarray) -> None:
-    ax.imshow(image[..., 0] if image.shape[-1] == 1 else image, cmap="gray")
+    channels = image.shape[-1]
+    # Of other channels the first three; of two, the last twice, as on the page.
+    shown = image[..., 0 if channels == 1 else np.minimum(range(3), channels - 1)]
+    ax.imshow(shown, cmap="gray")
 
 
 def _table(header: Sequence[str], rows: Any) -> str:

@@ -14,6 +14,7 @@ from relattn.data import load as load_lib
 from relattn.evaluation import report as report_lib
 from relattn.evaluation.report import confusion_matrix, report
 from tests.helpers import browser
+from tests.helpers.export import unchecked_annotations
 
 NAMES = ("<cat>", r"$\frac$", "bird & co")
 
@@ -72,11 +73,42 @@ def test_the_page_is_complete_and_needs_no_other_file(workdir, capsys):
     assert "<td>model.attention</td><td>softmax" in page
 
 
-def test_a_model_of_nan_warns(workdir):
+def test_a_model_of_nan_warns_and_classifies_nothing_correctly(workdir):
     run = training.load_run(workdir)
     undefined = jax.tree.map(lambda x: np.full_like(x, np.nan), run.variables)
     with pytest.warns(UserWarning, match="logits are NaN for 7 of 7 inputs, so it"):
-        report(dataclasses.replace(run, variables=undefined), num_images=7)
+        page = report(dataclasses.replace(run, variables=undefined), num_images=7)
+    assert "7 test images, 0.00% of them classified correctly" in page
+    counts = [int(n) for n in re.findall(r"<td>0.0%</td><td>(\d+)</td>", page)]
+    assert sum(counts) == 7 and "<p>There are none.</p>" in page
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
+def test_images_of_any_channels_are_drawn(channels, monkeypatch):
+    image = np.arange(6 * channels, dtype=np.uint8).reshape(2, 3, channels)
+    shown = []
+    monkeypatch.setattr(
+        report_lib, "_image", lambda figure, alt: shown.append(figure) or alt
+    )
+    report_lib._gallery([image], ["a"], "Errors")
+    pixels = shown[0].axes[0].images[0].get_array()
+    expected = [0, 1, 1] if channels == 2 else [0, 1, 2]
+    expected = image[..., 0] if channels == 1 else image[..., expected]
+    np.testing.assert_array_equal(pixels, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_images": 0}, "num_images=0 must be an integer of at least 1"),
+        ({"num_images": 2.5}, "num_images=2.5 must be an integer of at least 1"),
+        ({"data": load_noise(None).test}, "data must be a data set, .* ImageSplit"),
+    ],
+)
+def test_other_arguments_raise(options, message, workdir):
+    run = training.load_run(workdir)
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        report(run, **options)
 
 
 @pytest.mark.slow
@@ -103,8 +135,6 @@ def test_the_numbers_are_those_of_the_evaluation(workdir):
         assert row in page
     few = 100 * np.mean(predicted[:10] == test.labels[:10])
     assert f"<p>10 test images, {few:.2f}%" in report(run, num_images=10)
-    with pytest.raises(ValueError, match="num_images=0 must be at least 1"):
-        report(run, num_images=0)
 
 
 def test_confusions_count_rows_of_true_classes():

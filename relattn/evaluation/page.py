@@ -25,12 +25,13 @@ from relattn.evaluation.shift import (
     Shift,
     allowed_shifts,
     check_boundary,
+    check_logits,
     check_shift,
     make_shift_fn,
     shifts_along,
 )
 from relattn.evaluation.shift_runs import ShiftRun
-from relattn.messages import printable
+from relattn.messages import printable, shorten
 from relattn.training import Run, make_predict_fn
 from relattn.training.workdir import write_text
 
@@ -80,9 +81,10 @@ class Page:
         progress: Whether to show progress bars on a terminal.
 
     Raises:
-        ValueError: If there are names or descriptions for another number of runs, the
-            runs differ in their images or have no images in memory, no image allows
-            every shift, or the page is too large.
+        ValueError: If there are names or descriptions for another number of runs, a
+            number of images is less than 1, the runs differ in their images or have no
+            images in memory, no image allows every shift, the page is too large, or
+            the logits of a run are NaN.
     """
 
     def __init__(
@@ -102,6 +104,11 @@ class Page:
             if texts and len(texts) != len(runs):
                 raise ValueError(
                     f"got {len(texts)} {key} for {len(runs)} runs: pass one for each"
+                )
+        for key, number in (("num_shown", num_shown), ("num_images", num_images)):
+            if not isinstance(number, int | np.integer) or number < 1:
+                raise ValueError(
+                    f"{key}={shorten(number)} must be an integer of at least 1"
                 )
         self._runs = runs
         self._names = names or [run.workdir.name for run in runs]
@@ -228,6 +235,7 @@ def _predict(
     for index in range(len(images)):
         inputs = shift(images, np.full(len(shifts), index), np.array(shifts))
         probabilities = np.asarray(jax.nn.softmax(predict(inputs)))
+        check_logits(probabilities, run)
         maps, starts = None, None
         if make_maps is not None and index < num_maps:
             maps, starts = make_maps(inputs)
@@ -240,9 +248,13 @@ def _model(
     """Returns the data of one run, and whether it classifies each image correctly."""
     probabilities, correct, maps, starts = [], [], [], []
     for index, (found, read, start) in enumerate(steps):
-        correct.append(found.argmax(axis=-1) == labels[index])
+        best = found.argmax(axis=-1)
+        correct.append(best == labels[index])
         if index < num_shown:
-            probabilities.append(np.round(255 * found))
+            rounded = np.round(255 * found)
+            # The page names the first class of the largest number.
+            rounded[np.arange(len(best)), best] += rounded.argmax(axis=-1) != best
+            probabilities.append(rounded)
             if read is not None:
                 grid = read.shape[1:]
                 read = np.asarray(read).reshape(len(read), -1)
@@ -261,7 +273,7 @@ def _model(
         model |= {
             "grid": grid,
             "maps": _encode(16 * pairs[:, 0] + pairs[:, 1]),
-            "starts": _encode(np.stack(starts)),
+            "starts": _encode(np.stack(starts), "<u2"),
             "reader": "CLS" if run.model.has_class_token else "all patches",
         }
     return model, np.stack(correct)
@@ -313,7 +325,7 @@ def _page_bytes(
 ) -> int:
     """Estimates the size of the page; a run with no patches has no attention maps."""
     # Base64 has four characters for three bytes. An accuracy has about 20 digits.
-    maps = sum(num / 2 + 2 for num in patches if num)
+    maps = sum(num / 2 + 4 for num in patches if num)
     encoded = shown.size + len(shown) * shifts * (sum(classes) + maps)
     text = TEMPLATE.stat().st_size + 20 * shifts * len(classes)
     return round(4 / 3 * encoded + text)
@@ -321,11 +333,12 @@ def _page_bytes(
 
 def _num_patches(run: ShiftRun) -> int:
     model = run.saved.task.model
-    if not hasattr(model, "patch_size"):
+    if not hasattr(model, "num_prefix"):
+        # It has no attention maps.
         return 0
     size = run.image_size
     return math.prod(models.patch_grid((size, size), model.patch_size))
 
 
-def _encode(x: Num[np.ndarray, "..."]) -> str:
-    return base64.b64encode(x.astype(np.uint8).tobytes()).decode()
+def _encode(x: Num[np.ndarray, "..."], dtype: str = "u1") -> str:
+    return base64.b64encode(x.astype(dtype).tobytes()).decode()

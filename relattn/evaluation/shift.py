@@ -348,12 +348,7 @@ def shifted_predictions(
                 # Fill the last batch, so that the model is traced once.
                 full = np.resize(np.arange(len(i)), batch_size)
                 logits = np.asarray(predict(shift(images, i[full], moves[i, j][full])))
-                if np.isnan(logits).any():
-                    # The first class for every image would be consistent.
-                    raise ValueError(
-                        f"{run.workdir}: the logits of shifted images are NaN: look "
-                        "for NaN in the model's parameters, or compute in float32"
-                    )
+                check_logits(logits, run)
                 predicted[done + i, j] = logits.argmax(-1)[: len(i)]
                 bar.update(len(i))
     return ShiftedPredictions(
@@ -388,6 +383,18 @@ def _with_margin(split: StreamedSplit, size: int, margin: int) -> StreamedSplit:
             f"{(split.short_side - size) // 2}, or --boundary=circular"
         )
     return dataclasses.replace(split, margin=margin)
+
+
+def check_logits(logits: Float[np.ndarray, "batch classes"], run: Run) -> None:
+    """Raises ValueError if logits, or probabilities, of shifted images are NaN.
+
+    The largest of them would be the first class, whatever the shift.
+    """
+    if np.isnan(logits).any():
+        raise ValueError(
+            f"{run.workdir}: the logits of shifted images are NaN: look for NaN in the "
+            "model's parameters, or compute in float32"
+        )
 
 
 def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Array]:

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from configs import demo
-from relattn import cli, training
+from relattn import cli, models, training
 from relattn.data import load_data, preprocess
 from relattn.evaluation import page as page_lib
 from relattn.evaluation.page import Page, write_page
@@ -67,8 +68,8 @@ def read(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
 
 
-def decode(text, *shape):
-    return np.frombuffer(base64.b64decode(text), np.uint8).reshape(*shape)
+def decode(text, *shape, dtype=np.uint8):
+    return np.frombuffer(base64.b64decode(text), dtype).reshape(*shape)
 
 
 def test_runs_that_do_not_fit_together_raise(invariant):
@@ -85,6 +86,9 @@ def test_runs_that_do_not_fit_together_raise(invariant):
         Page(runs, boundary="zeros")
     with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):
         Page(runs, max_shift=16)
+    for key in ("num_shown", "num_images"):
+        with pytest.raises(ValueError, match=f"{key}=0 must be an integer of at least"):
+            Page(runs, **{key: 0})
 
 
 @pytest.mark.parametrize(
@@ -172,11 +176,41 @@ def test_attention_maps_belong_to_the_moved_patches(page):
         packed, np.broadcast_to(packed[:, :1, :1], packed.shape)
     )
     assert (packed.max() >> 4) == 15 or (packed & 15).max() == 15
-    starts = decode(exact["starts"], 3, size, size, 2).astype(int)
+    starts = decode(exact["starts"], 3, size, size, 2, dtype="<u2").astype(int)
     shifts = np.indices((size, size)).transpose(1, 2, 0)
     expected = (starts[:, :1, :1] + shifts) % 16
     np.testing.assert_array_equal(starts, expected)
-    assert not decode(plain["starts"], 3, size, size, 2).any()
+    assert not decode(plain["starts"], 3, size, size, 2, dtype="<u2").any()
+
+
+def test_the_page_names_the_predicted_class_and_starts_beyond_a_byte(invariant):
+    found = np.full((2, 600), 1 / 600)
+    found[0, :2] = 0.3999, 0.4001
+    found[1, -1] += 1e-5
+    starts = np.array([[0, 299], [300, 7]])
+    steps = [(found, np.ones((2, 1, 1)), starts)]
+    run, bar = training.load_run(invariant), tqdm(disable=True)
+    model, correct = page_lib._model(run, steps, np.array([1]), 1, bar)
+    assert correct.tolist() == [[True, False]]
+    # Rounded to a byte, the probabilities of several classes would be equal.
+    assert decode(model["probabilities"], 2, 600).argmax(axis=-1).tolist() == [1, 599]
+    assert decode(model["starts"], 2, 2, dtype="<u2").tolist() == starts.tolist()
+
+
+def test_models_without_maps_take_no_room_for_them(invariant):
+    (run,) = open_shift_runs(invariant)
+    task = dataclasses.replace(run.saved.task, model=models.AlexNet(10))
+    saved = dataclasses.replace(run.saved, task=task)
+    assert page_lib._num_patches(run) == 16
+    assert page_lib._num_patches(dataclasses.replace(run, saved=saved)) == 0
+
+
+def test_logits_of_nan_are_refused(invariant):
+    run = training.load_run(invariant)
+    undefined = jax.tree.map(lambda x: np.full_like(x, np.nan), run.variables)
+    page = Page(open_shift_runs([invariant]), max_shift=0, num_images=1)
+    with pytest.raises(ValueError, match="logits of shifted images are NaN: look for"):
+        page.add(dataclasses.replace(run, variables=undefined))
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from relattn.evaluation.shift_plots import Panel, plot
 from relattn.evaluation.shift_runs import ShiftRun
 from relattn.evaluation.shift_tables import summary, write_csv
 from relattn.files import replace_file
+from relattn.messages import shorten
 from relattn.training import Run
 from relattn.training.draws import check_draws
 from relattn.training.errors import explain_write_errors
@@ -35,7 +36,7 @@ def shift_report(
     runs: Sequence[ShiftRun],
     output: str | Path,
     *,
-    classes: str = "1",
+    classes: str | int = "1",
     **options,
 ) -> str:
     """Evaluates runs under shifts; writes ``shift.csv``, ``shift.png``, ``summary.md``.
@@ -82,7 +83,7 @@ def compare(
     *,
     max_shift: int = 8,
     axis: str = "x",
-    class_name: str | None = None,
+    class_name: str | int | None = None,
     num_images: int | None = None,
     boundary: str = "zeros",
     draws: int | np.integer | None = None,
@@ -177,10 +178,11 @@ def _first(
 ) -> ImageSplit | StreamedSplit:
     if num_images is None:
         return split
-    if not 1 <= num_images <= len(split):
+    is_integer = isinstance(num_images, int | np.integer)
+    if not is_integer or not 1 <= num_images <= len(split):
         raise ValueError(
-            f"num_images={num_images} must be from 1 to {len(split)}, the number of "
-            "test images"
+            f"num_images={shorten(num_images)} must be an integer from 1 to "
+            f"{len(split)}, the number of test images"
         )
     if isinstance(split, StreamedSplit):
         photographs = split.photographs
@@ -191,8 +193,8 @@ def _first(
     return ImageSplit(split.images[:num_images], split.labels[:num_images])
 
 
-def _one_label(infos: Sequence[ImageInfo], class_name: str) -> tuple[int, str]:
-    labels = [class_index(class_name, info.class_names) for info in infos]
+def _one_label(infos: Sequence[ImageInfo], class_name: str | int) -> tuple[int, str]:
+    labels = [class_index(str(class_name), info.class_names) for info in infos]
     if len(set(labels)) > 1:
         raise ValueError(
             f"class {class_name!r} has different labels in the runs' data sets: pass "

@@ -20,7 +20,7 @@ from relattn.data import (
 )
 from relattn.evaluation.shift import check_shiftable
 from relattn.training import Run
-from relattn.training.given_data import require_data
+from relattn.training.given_data import check_source, require_data
 from relattn.training.resume import check_fits
 from relattn.training.saved_run import SavedRun, open_run
 
@@ -70,7 +70,7 @@ class ShiftRun:
 
 
 def open_shift_runs(
-    workdirs: Sequence[str | Path],
+    workdirs: Sequence[str | Path] | str | Path,
     *,
     checkpoint: str = "best",
     image_size: int | None = None,
@@ -80,7 +80,7 @@ def open_shift_runs(
     """Opens runs on images with their test images; each data set is loaded once.
 
     Args:
-        workdirs: The run directories.
+        workdirs: The run directories, or a single one.
         checkpoint: ``"best"`` or ``"latest"``.
         image_size: Height and width of the images, in pixels, for which the models are
             resized; None for the size of training.
@@ -92,11 +92,14 @@ def open_shift_runs(
         The runs, in the order of ``workdirs``.
 
     Raises:
-        ValueError: If there is no run, one is not of images, or an argument does not
-            fit.
+        ValueError: If there is no run, one is not of images, there are no test images,
+            or an argument does not fit.
         CheckpointError: If a folder has no run with a checkpoint, or the data have
             other classes than a run predicts.
     """
+    check_source(data)
+    if isinstance(workdirs, str | os.PathLike):
+        workdirs = [workdirs]
     if not workdirs:
         raise ValueError("no run: name at least one folder by --workdir")
     names = [Path(workdir).name for workdir in workdirs]
@@ -125,6 +128,11 @@ def open_shift_runs(
             source = sources[key]
         check_fits(saved.task.info, source.info, saved.workdir)
         split = cast(ImageSplit | StreamedSplit, source.eval_splits["test"])
+        if not len(split):
+            raise ValueError(
+                f"the test split of {source.info.name} is empty: shifts need test "
+                "images"
+            )
         runs.append(ShiftRun(name, saved, source.info.name, split))
     return runs
 

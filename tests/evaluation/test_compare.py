@@ -129,6 +129,7 @@ def test_report_of_the_first_images(workdir, tmp_path):
     "options0-max_shift=32 does not fit images of 32 pixels",
     "options1-data.image_size=-4 must be at least 1",
     "options2-axis must be x, y or xy",
+    "options3-unknown class '10': available: all, 0 to 9",
 )
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -136,9 +137,10 @@ def test_report_of_the_first_images(workdir, tmp_path):
         ({"max_shift": 32}, "max_shift=32 does not fit images of 32 pixels"),
         ({"image_size": -4}, "data.image_size=-4 must be at least 1"),
         ({"axis": "z"}, "axis must be x, y or xy"),
+        ({"classes": 10}, "unknown class '10': available: all, 0 to 9"),
         ({"classes": "trouserr"}, "did you mean 'Trouser'"),
-        ({"num_images": 0}, "num_images=0 must be from 1 to 1000"),
-        ({"num_images": 1001}, "num_images=1001 must be from 1 to 1000"),
+        ({"num_images": 0}, "num_images=0 must be an integer from 1 to 1000"),
+        ({"num_images": 1001}, "num_images=1001 must be an integer from 1"),
         (
             {"data_dir": "data"},
             "--data_dir=data does not apply to .* with relattn: leav",

@@ -153,6 +153,13 @@ def test_what_needs_the_data_says_so(given, tmp_path, capsys):
         assert error.count("\n") == 1
     with pytest.raises(ValueError, match="data_dir='x' does not apply to data in mem"):
         open_shift_runs([given], data=make_stripes(), data_dir="x")
+    stripes = make_stripes()
+    nothing = ImageSplit(stripes.test.images[:0], stripes.test.labels[:0])
+    with pytest.raises(ValueError, match="the test split of stripes is empty: shifts"):
+        open_shift_runs(given, data=dataclasses.replace(stripes, test=nothing))
+    message = "data must be a data set, .* got ImageSplit"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        open_shift_runs(given, data=stripes.test)
 
 
 @pytest.mark.usefixtures("tiny_model")

@@ -58,8 +58,8 @@ class ShiftedPredictions:
         model: Name of the model.
         attention: Spec of its attention, "" if it has none.
         position: Spec of its position, "" if it has none.
-        recipe: The run's configuration without its seed; runs that share it are
-            averaged.
+        recipe: The run's configuration without its seed, and a hash of its training
+            data; runs that share it are averaged.
         shifts: Shifts (dx, dy) in pixels; (0, 0) is among them.
         predicted: The predicted class at each shift, `NOT_ALLOWED` if the image would
             lose a non-zero pixel.
@@ -434,7 +434,8 @@ def _recipe(run: Run) -> str:
     same = {
         key: config[key] for key in config if key not in (*MAY_CHANGE_ON_RESUME, "seed")
     }
-    return json.dumps(same, sort_keys=True)
+    # Data in memory may be others with the same configuration.
+    return json.dumps([same, run.contents], sort_keys=True)
 
 
 @command.entry_point

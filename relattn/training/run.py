@@ -62,6 +62,7 @@ class Run:
         checkpoint: ``"best"`` or ``"latest"``.
         given: Whether the training data were given in memory: calls that need them
             take them as ``data=``.
+        contents: A hash of the training data; "" if it is not known.
     """
 
     config: ConfigDict
@@ -73,6 +74,7 @@ class Run:
     workdir: Path
     checkpoint: str
     given: bool = False
+    contents: str = ""
 
     def __repr__(self) -> str:
         """Returns a line, without the arrays of the variables."""

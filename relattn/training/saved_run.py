@@ -181,6 +181,7 @@ class SavedRun:
         task: The same task for images of the requested size.
         histories: The history of each seed.
         given: Whether the training data were given in memory.
+        contents: The hash of the training data; "" if it was not saved.
     """
 
     workdir: Path
@@ -190,6 +191,7 @@ class SavedRun:
     task: Task
     histories: list[History]
     given: bool = False
+    contents: str = ""
 
     @property
     def seeds(self) -> range:
@@ -252,6 +254,7 @@ class SavedRun:
             workdir=self.workdir,
             checkpoint=self.checkpoint,
             given=self.given,
+            contents=self.contents,
         )
 
 
@@ -299,6 +302,7 @@ def open_run(
         task=trained if image_size is None else _with_image_size(trained, image_size),
         histories=histories,
         given=bool(meta.get("given")),
+        contents=meta.get("contents") or meta.get("given") or "",
     )
 
 

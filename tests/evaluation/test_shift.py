@@ -31,6 +31,7 @@ from relattn.evaluation.shift import (
     shifted_predictions,
     shifts_along,
 )
+from relattn.evaluation.shift_curves import curves_of
 from relattn.kernels import draw_random_features
 from relattn.training import (
     Run,
@@ -230,6 +231,14 @@ def test_logits_of_nan_are_refused(tmp_path):
     run = dataclasses.replace(noise_run(tmp_path), model=Undefined())
     with pytest.raises(ValueError, match="the logits of shifted images are NaN: look"):
         shifted_predictions(run, noise(3), max_shift=1)
+
+
+def test_runs_on_other_data_are_not_averaged_as_seeds(tmp_path):
+    """Data in memory may be others with the same configuration."""
+    run, split = noise_run(tmp_path), noise(3)
+    runs = [run, run, dataclasses.replace(run, contents="others")]
+    found = [shifted_predictions(each, split, max_shift=0) for each in runs]
+    assert [curve.num_runs for curve in curves_of(found, None)] == [2, 1]
 
 
 def test_random_shifts_are_the_same_for_every_run(tmp_path):

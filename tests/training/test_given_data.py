@@ -132,6 +132,7 @@ def test_a_run_takes_its_data_by_argument(tmp_path):
 @pytest.mark.usefixtures("tiny_model")
 def test_what_needs_the_data_says_so(given, tmp_path, capsys):
     run = training.load_run(given)
+    assert run.contents == fingerprint(make_stripes())
     said = rf"{given} was trained on data given in memory \('stripes'\), which "
     calls = {
         r"run\.evaluate\(data=": run.evaluate,

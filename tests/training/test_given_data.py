@@ -246,11 +246,12 @@ def test_the_fingerprint_of_files(tmp_path):
     assert fingerprint(text) != fingerprint(write_text(tmp_path / "f"))
     rng = np.random.default_rng(0)
     for name in ("a/1", "b/2"):
-        path = tmp_path / "train" / f"{name}.png"
+        path = tmp_path / "photos" / "train" / f"{name}.png"
         path.parent.mkdir(parents=True)
         size = (9 + int(name[-1]), 11, 3)
         Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(path)
-    options = {"name": "photos", "source": "folder", "data_dir": str(tmp_path)}
+    folder = str(tmp_path / "photos")
+    options = {"name": "photos", "source": "folder", "data_dir": folder}
     config = ConfigDict({**options, "image_size": 7, "num_workers": 2})
     before = fingerprint(load_data(config))
     assert before == fingerprint(load_data(config))

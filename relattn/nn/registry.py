@@ -13,6 +13,8 @@ import functools
 from keyword import iskeyword
 from typing import Any
 
+import jax
+
 from relattn import spec
 from relattn.messages import check_choice, shorten
 from relattn.nn.attention import MultiHeadAttention
@@ -119,7 +121,7 @@ def register_attention(name: str, module: type) -> None:
         )
     for site in module.sites:
         check_choice("site", site, base.SITES, f" in {module.__name__}.sites")
-    ATTENTIONS[name] = module
+    _add(ATTENTIONS, name, module)
 
 
 def register_position(name: str, module: type) -> None:
@@ -159,7 +161,15 @@ def register_position(name: str, module: type) -> None:
         if is_callable:
             problem = f"needs a site, one of {', '.join(base.SITES[1:])}"
         raise ValueError(f"{name!r} cannot be registered: {module.__name__} {problem}")
-    POSITIONS[name] = module
+    _add(POSITIONS, name, module)
+
+
+def _add(entries: dict[str, Any], name: str, module: type) -> None:
+    """Registers a class, possibly in place of another one."""
+    if entries.get(name, module) is not module:
+        # Compiled functions of models, such as `relattn.generate`, have the other one.
+        jax.clear_caches()
+    entries[name] = module
 
 
 def _check_entry(name: str, module: type, base: type) -> None:

@@ -1,5 +1,6 @@
 """Tests the registry of attentions and positions, and its errors."""
 
+import functools
 import re
 
 import jax
@@ -162,6 +163,22 @@ def test_a_registered_attention_has_only_the_declared_features():
     variables = quick_jit(gpt.init)(jax.random.key(0), tokens)
     with pytest.raises(NotImplementedError, match="CausalAttention cannot decode"):
         generate(gpt, variables, tokens, 2, key=jax.random.key(1))
+
+
+@pytest.mark.usefixtures("registered")
+def test_compiled_functions_have_the_class_that_was_registered_last():
+    @functools.partial(jax.jit, static_argnums=0)
+    def sharpen(vit, x):
+        (make, _) = build(vit.attention, "none", **SIZES)
+        return make(parent=None).sharpness * x
+
+    assert sharpen(make_vit("sharp"), 3.0) == 3
+
+    class SharperAttention(SharpAttention):
+        sharpness: float = 2.0
+
+    register_attention("sharp", SharperAttention)
+    assert sharpen(make_vit("sharp"), 3.0) == 6
 
 
 @pytest.mark.parametrize("name", ["softmax", "rope2d", "my attention", ""])

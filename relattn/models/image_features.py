@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -95,40 +96,43 @@ def features_fn(
                 f"layers has {layer!r}, but the model has {count} layers: expected "
                 f"{-count} .. {count - 1}"
             )
+    return functools.partial(_features, model, tuple(layers), norm)
+
+
+# Of the module, so that a second call with an equal model does not compile again.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _features(
+    model: ViT, layers: tuple[int, ...], norm: bool, variables: Any, inputs: Any
+) -> ImageFeatures:
     # Without a head, the output is what it would read.
     headless = model.clone(num_classes=0)
     is_normed = model.final_norm and not model.fc_norm
+    with nn.intercept_methods(_record):
+        pooled, found = headless.apply(variables, inputs, mutable=[_COLLECTION])
+    outputs: dict[int, Array] = {}
+    for name, part in found[_COLLECTION].items():
+        if _BLOCK.fullmatch(name) is None:
+            continue
+        kind, first = name.split("_")
+        out = jnp.asarray(part[_OUTPUT][0])
+        out = out if kind == "blocks" else out[None]
+        outputs |= {int(first) + index: x for index, x in enumerate(out)}
 
-    @jax.jit
-    def apply(variables: Any, inputs: Any) -> ImageFeatures:
-        with nn.intercept_methods(_record):
-            pooled, found = headless.apply(variables, inputs, mutable=[_COLLECTION])
-        outputs: dict[int, Array] = {}
-        for name, part in found[_COLLECTION].items():
-            if _BLOCK.fullmatch(name) is None:
-                continue
-            kind, first = name.split("_")
-            out = jnp.asarray(part[_OUTPUT][0])
-            out = out if kind == "blocks" else out[None]
-            outputs |= {int(first) + index: x for index, x in enumerate(out)}
+    def final(x: Array) -> Array:
+        if not is_normed:
+            return x.astype(jnp.float32)
+        final_norm = make_norm(model.norm_type, model.norm_eps, model.dtype)()
+        params = {"params": variables["params"]["norm"]}
+        return jnp.asarray(final_norm.apply(params, x), jnp.float32)
 
-        def final(x: Array) -> Array:
-            if not is_normed:
-                return x.astype(jnp.float32)
-            final_norm = make_norm(model.norm_type, model.norm_eps, model.dtype)()
-            params = {"params": variables["params"]["norm"]}
-            return jnp.asarray(final_norm.apply(params, x), jnp.float32)
-
-        last = final(outputs[count - 1])
-        tokens = [outputs[layer % count] for layer in layers]
-        return ImageFeatures(
-            pooled,
-            last[:, 0] if model.has_class_token else None,
-            last[:, model.num_prefix :].mean(axis=1),
-            [final(x) if norm else x.astype(jnp.float32) for x in tokens],
-        )
-
-    return apply
+    last = final(outputs[model.num_layers - 1])
+    tokens = [outputs[layer % model.num_layers] for layer in layers]
+    return ImageFeatures(
+        pooled,
+        last[:, 0] if model.has_class_token else None,
+        last[:, model.num_prefix :].mean(axis=1),
+        [final(x) if norm else x.astype(jnp.float32) for x in tokens],
+    )
 
 
 def _record(call: Any, args: Any, kwargs: Any, context: Any) -> Any:

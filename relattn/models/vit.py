@@ -174,6 +174,12 @@ class ViT(nn.Module):
         "head/kernel": (-1, -2),
     }
 
+    def __post_init__(self) -> None:
+        # A list, as in a config.json, would make the module unhashable.
+        if isinstance(self.patch_size, list):
+            self.patch_size = tuple(self.patch_size)
+        super().__post_init__()
+
     @property
     def num_prefix(self) -> int:
         """Number of prefix tokens: the CLS token, if there is one, and registers."""

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,6 +226,23 @@ def test_translution_without_position_depends_on_the_order():
         logits = apply(variables, images)
         shuffled = apply(variables, images[:, :, moved])
         assert np.allclose(logits, shuffled, atol=1e-6) != differ
+
+
+def test_equal_models_are_compiled_once(monkeypatch):
+    intercept, traced = nn.intercept_methods, []
+
+    def count(method):
+        traced.append(method)
+        return intercept(method)
+
+    monkeypatch.setattr(nn, "intercept_methods", count)
+    images = jax.ShapeDtypeStruct((1, *SHAPE), np.float32)
+    for _ in range(2):
+        # As in a config.json. A module with a list would be no static argument.
+        model = build(num_layers=1, norm_eps=0.3, patch_size=[2, 3])
+        find = functools.partial(features, model)
+        jax.eval_shape(find, shapes_of(model), images)
+    assert len(traced) == 1
 
 
 def test_bfloat16_models_have_float32_parameters_and_logits():

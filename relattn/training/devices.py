@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 from ml_collections import ConfigDict
 
 from relattn.training.mesh import MeshParallel
-from relattn.training.parallel import Device, Parallel
+from relattn.training.parallel import Device, Parallel, list_devices
 from relattn.training.pmap import DataParallel
 
 # Values of ``config.parallel``; the first is the default.
@@ -79,9 +78,10 @@ def choose_devices(
         which `Parallel.check_batch` reports.
 
     Raises:
-        ValueError: If ``config.num_devices`` are not available.
+        ValueError: If ``config.num_devices`` are not available, or ``devices`` are no
+            list of devices.
     """
-    devices = list(devices or jax.devices())
+    devices = list_devices(devices)
     by_process: dict[int, list[Device]] = {}
     for device in devices:
         by_process.setdefault(device.process_index, []).append(device)

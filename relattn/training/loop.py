@@ -61,7 +61,7 @@ from relattn.training.metrics_window import (
     summarize,
     throughput,
 )
-from relattn.training.parallel import Device, Parallel
+from relattn.training.parallel import Device, Parallel, list_devices
 from relattn.training.preemption import Preemption
 from relattn.training.profiling import Profiler
 from relattn.training.resume import (
@@ -130,6 +130,7 @@ def train_and_evaluate(
         take_model(config, given_keys(config), workdir)
     # The run keeps today's defaults of the model.
     complete_model(config)
+    devices = list_devices(devices)
     parallel = make_training_parallel(config, devices)
     workdir = workdir_lib.usable_workdir(workdir)
     # With several processes, JAX handles signals: they must agree on the last step.
@@ -162,7 +163,7 @@ def train_and_evaluate(
             task, data, parallel, preemption, workdir, saved, origin, profiler
         )
         profiler.check(0 if loop.finished else task.num_steps - loop.saved_step)
-        loop.announce(available=len(devices or jax.devices()))
+        loop.announce(available=len(devices))
         loop.quarantine()
         if not loop.finished:
             with preemption.updates(), loop.outputs():

@@ -8,13 +8,14 @@ parameters.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relattn.data.base import ShardIndex
+from relattn.messages import shorten
 from relattn.training.step import Batch, EvalStep, Redraw, TrainStep
 
 # jaxlib has no stubs: for type checkers, jax.Device is a variable.
@@ -23,6 +24,24 @@ Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 # Calls of a step that the devices have not finished. Each holds its batch, and on CPUs
 # a state of its own.
 IN_FLIGHT = 2
+
+
+def list_devices(devices: Iterable[Device] | None) -> list[Device]:
+    """Returns the given devices, or all if None.
+
+    Raises:
+        ValueError: If there is none, one comes twice, or one is no device.
+    """
+    if devices is None:
+        return list(jax.devices())
+    found = list(devices) if isinstance(devices, Iterable) else []
+    is_device = all(hasattr(device, "process_index") for device in found)
+    if not found or not is_device or len(set(found)) < len(found):
+        raise ValueError(
+            "devices must be a list of different JAX devices, such as "
+            f"jax.devices()[:2], or None for all, got {shorten(devices)}"
+        )
+    return found
 
 
 def limit_in_flight(outputs: Sequence[Any]) -> None:
@@ -53,7 +72,7 @@ class Parallel(abc.ABC):
         """Uses the given devices, or all."""
         # JAX can list them by network topology instead of by process.
         self.devices = tuple(
-            sorted(devices or jax.devices(), key=lambda device: device.process_index)
+            sorted(list_devices(devices), key=lambda device: device.process_index)
         )
         this = jax.process_index()
         self.local_devices = tuple(d for d in self.devices if d.process_index == this)

@@ -34,7 +34,7 @@ from relattn.training.draws import average_draws, check_draws, draw_features
 from relattn.training.evaluator import Evaluator
 from relattn.training.given_data import require_data
 from relattn.training.metrics import metrics_of
-from relattn.training.parallel import Device
+from relattn.training.parallel import Device, list_devices
 from relattn.training.predict import Predictions
 from relattn.training.resume import check_columns, check_fits
 from relattn.training.step import Batch, make_eval_step
@@ -482,7 +482,7 @@ def evaluate(
     if isinstance(split, ImageSplit | PointSplit) and run.data.kind != "tokens":
         check_labels(split.labels, run.data.num_classes, "the split")
     draws = run._num_draws(draws)
-    devices = devices or jax.devices()
+    devices = list_devices(devices)
     model_axis = math.gcd(run.config.model_axis, len(devices))
     parallel = make_parallel(run.config, devices, model_axis=model_axis)
     step = make_eval_step(

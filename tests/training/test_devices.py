@@ -14,12 +14,13 @@ from relattn.models import ViT
 from relattn.nn import registry
 from relattn.nn.attention import MultiHeadAttention
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
-from relattn.training.devices import choose_devices
+from relattn.training.devices import choose_devices, make_parallel
 from relattn.training.mesh import MeshParallel, split_axes
 from relattn.training.parallel import process_shard
 from relattn.training.pmap import DataParallel
 from relattn.training.seeds import make_task
 from relattn.training.step import create_state, make_eval_step, make_train_step
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.interrupted import Interrupted, final_state, interrupt_at
 from tests.training.conftest import TinyModel, make_data
 
@@ -370,6 +371,15 @@ def test_more_devices_than_available_are_refused(owners, count, message):
     config.num_devices = count
     with pytest.raises(ValueError, match=f"num_devices={count} does not fit {message}"):
         choose_devices(config, devices_of(*owners))
+
+
+@pytest.mark.parametrize("devices", [2, "cpu", [], ["cpu"], ONE[:1], devices_of(0) * 2])
+def test_what_are_no_devices_is_refused(devices):
+    config = training.default_config()
+    message = "devices must be a list of different JAX devices, such as jax.devices"
+    for choose in (choose_devices, make_parallel):
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            choose(config, devices)
 
 
 def test_a_model_axis_that_does_not_fit_the_processes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast, overload
@@ -360,12 +361,17 @@ class Run:
                 that of the variables.
 
         Raises:
-            ValueError: If ``dtype`` is not one of floats, or a number is too large
-                for it.
+            ValueError: If ``dtype`` is not one of floats, a number is too large for
+                it, or the folder is that of the run.
 
         Warns:
             UserWarning: If the ``tokenizer.json`` cannot be found any more.
         """
+        if os.path.realpath(expand(folder, "folder")) == os.path.realpath(self.workdir):
+            raise ValueError(
+                f"{folder} is the directory of the run, in place of which the model "
+                "would be loaded: choose another"
+            )
         config = self.pretrained_config()
         # Nothing is written unless everything can be read.
         metrics = read_result(self.workdir, self.config.seed)

@@ -22,6 +22,7 @@ import jax
 from relattn import files
 from relattn.json_files import Range, parse_json, read_json
 from relattn.messages import printable
+from relattn.models.pretrained import WEIGHTS
 from relattn.training.config import to_json
 from relattn.training.errors import WorkdirError, explain_write_errors
 from relattn.training.parallel import Device
@@ -100,8 +101,8 @@ def usable_workdir(workdir: str | Path) -> Path:
         Its absolute path.
 
     Raises:
-        WorkdirError: If it is not writable, or orbax cannot write checkpoints to a path
-            of this name.
+        WorkdirError: If it is not writable, holds a saved model, or orbax cannot write
+            checkpoints to a path of this name.
         ValueError: If it begins with an unknown home directory.
     """
     if str(workdir):
@@ -112,7 +113,13 @@ def usable_workdir(workdir: str | Path) -> Path:
                 "where orbax does not find its files: choose a path without *, ?, [ "
                 "and bytes that are not UTF-8"
             )
-    return usable_folder(workdir, "--workdir")
+    folder = usable_folder(workdir, "--workdir")
+    if (folder / WEIGHTS).exists():
+        raise WorkdirError(
+            f"--workdir {printable(str(workdir))} holds a saved model ({WEIGHTS}), in "
+            "place of which no program would load the run: choose another directory"
+        )
+    return folder
 
 
 def describe_start(

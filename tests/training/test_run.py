@@ -279,6 +279,13 @@ def test_latest_is_the_last_step(workdir):
         training.load_run(workdir, "last")
 
 
+def test_a_model_is_not_saved_in_the_directory_of_its_run(workdir):
+    before = contents(workdir)
+    with pytest.raises(ValueError, match="is the directory of the run, .*: choose an"):
+        training.load_run(workdir).save_pretrained(workdir)
+    assert contents(workdir) == before
+
+
 def test_a_directory_without_checkpoint(tmp_path):
     with pytest.raises(training.CheckpointError, match="no complete checkpoint in"):
         training.load_run(tmp_path)

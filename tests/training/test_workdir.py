@@ -232,3 +232,10 @@ def test_links_in_a_run_directory_are_not_followed(target, tmp_path):
 def test_paths_in_which_orbax_loses_its_files_are_refused(name, tmp_path):
     assert_refused(lambda: usable_workdir(tmp_path / name), "--workdir", "where orbax")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_of_a_saved_model_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    assert_refused(
+        lambda: usable_workdir(tmp_path), "--workdir", "saved model", "choose"
+    )

@@ -111,6 +111,8 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
         return load_run(folder, checkpoint)
     check_choice("checkpoint", checkpoint, ("best", "latest"))
     loaded = pretrained.load_pretrained(folder)
+    if loaded.model.inputs != "tokens":
+        raise ValueError(f"{folder} is a model of {loaded.model.inputs}, not of text")
     tokenizer = loaded.load_tokenizer()
     length, size = loaded.config["context_length"], tokenizer.vocab_size
     model, variables = loaded.model, loaded.variables

@@ -11,6 +11,7 @@ from PIL import Image
 
 from relattn import load_pretrained
 from relattn.evaluation import predict as predict_lib
+from relattn.training.saved_run import load_text_run
 from tests.training.test_initialize import PREPROCESSING, save
 
 MODEL = {"name": "vit", "dim": 6, "num_heads": 2, "num_layers": 1, "mlp_dim": 5}
@@ -37,6 +38,8 @@ def test_a_converted_model_predicts_as_it_prepares_images(tmp_path, photos, caps
     # Two batches, of which the second is smaller.
     predict_lib.main([str(folder), str(photos), "--probabilities", "--batch_size=2"])
     header, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
+    with pytest.raises(ValueError, match="vit is a model of images, not of text$"):
+        load_text_run(folder)
     loaded = load_pretrained(folder)
     files = sorted(photos.iterdir())
     logits = loaded.model.apply(loaded.variables, loaded.preprocess(files))

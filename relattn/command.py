@@ -333,7 +333,10 @@ class Parser(argparse.ArgumentParser):
             given.overrides, unknown = split_overrides(unknown)
         if unknown and unknown[0].startswith("--"):
             name = unknown[0].partition("=")[0]
-            raise ValueError(f"unknown option {name}: {closest(name, names)}")
+            hint = closest(name, names)
+            if self._overrides:
+                hint += f"; a key of the configuration is written --config.{name[2:]}"
+            raise ValueError(f"unknown option {name}: {hint}")
         if unknown:
             raise ValueError(
                 f"unexpected argument {unknown[0]!r}: options are --name=value"

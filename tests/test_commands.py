@@ -162,6 +162,8 @@ def test_all_programs_are_listed():
 def test_unknown_options_are_rejected(program, refused):
     error = refused(program, [*PROGRAMS[program], "--no_such=3"], run_file)
     assert "unknown option --no_such: " in error
+    if program == "train":
+        assert error.endswith("of the configuration is written --config.no_such\n")
 
 
 def test_unknown_commands_are_rejected(refused):

@@ -203,20 +203,33 @@ def test_memory_of_long_sequences_is_linear(causal):
     assert memory.temp_size_in_bytes < 1e9
 
 
-@pytest.mark.parametrize("kernel", ["softmax", "relative"])
-def test_keys_that_a_mask_hides_from_all_queries_may_be_nan(kernel):
+@pytest.mark.parametrize(
+    ("kernel", "segmented"),
+    [
+        ("softmax", False),
+        ("softmax", True),
+        ("relative", False),
+        ("relative", True),
+        ("causal_relative", False),
+    ],
+)
+def test_keys_that_a_mask_hides_from_all_queries_may_be_nan(kernel, segmented):
     q, k, v = normal(0, 3, 2, 5, 3)
     mask = normal(1, 2, 1, 5) > 0
     mask = np.broadcast_to(mask, (2, 5, 5)) & (np.arange(5) != 3)
     mask = mask | (np.arange(5) == 0)
     seen = mask.any(axis=1)[..., None]
+    # Queries that see no later key, or none of another segment.
+    mask[:, :3, 3] = kernel == "causal_relative" or segmented
 
     @jax.jit
     def value_and_gradients(q, k, v):
-        attend = kernels.softmax_attention
-        if kernel == "relative":
-            attend = functools.partial(kernels.relative_attention, grid=(5,))
+        attend = getattr(kernels, f"{kernel}_attention")
         attend = functools.partial(attend, mask=jnp.asarray(mask))
+        if kernel == "relative":
+            attend = functools.partial(attend, grid=(5,))
+        if segmented:
+            attend = functools.partial(attend, segment_ids=jnp.arange(5) // 3)
         out, pullback = jax.vjp(attend, q, k, v)
         return out, *pullback(jnp.cos(out))
 

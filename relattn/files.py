@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from relattn.messages import shorten
+
 # A link in place of a new file is not followed. Windows has no such flag.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _NEW |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -33,8 +35,8 @@ def expand(path: str | Path, key: str) -> Path:
         The path.
 
     Raises:
-        ValueError: If there is no such user, the home directory is unknown, or the path
-            has a character that no path can have.
+        ValueError: If it is no path, there is no such user, the home directory is
+            unknown, or the path has a character that no path can have.
 
     Example:
         >>> expand("runs/first", "--workdir").name
@@ -44,6 +46,8 @@ def expand(path: str | Path, key: str) -> Path:
         raise ValueError(f"{key} has a null character, which no path can have")
     try:
         return Path(path).expanduser()
+    except TypeError as error:
+        raise ValueError(f"{key} must be a path, got {shorten(path)}") from error
     except RuntimeError as error:
         raise ValueError(
             f"{key}={path} begins with a home directory that is unknown: write the "

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from relattn.messages import shorten
+from relattn.offsets import is_whole
 from relattn.training.errors import explain_write_errors
 
 # The first updates compile, and fill the queue of batches.
@@ -31,10 +33,14 @@ class Profiler:
         """Checks that the updates that are left suffice.
 
         Raises:
-            ValueError: If the number of updates to trace is negative or too large.
+            ValueError: If the number of updates to trace is no whole number, or is
+                negative or too large.
         """
-        if self.num_steps < 0:
-            raise ValueError(f"profile={self.num_steps} must be at least 0")
+        if not is_whole(self.num_steps) or self.num_steps < 0:
+            raise ValueError(
+                "profile must be a whole number of at least 0, got "
+                f"{shorten(self.num_steps)}"
+            )
         if self.num_steps and updates < UNTRACED + self.num_steps:
             raise ValueError(
                 f"profile={self.num_steps} needs {UNTRACED + self.num_steps} updates, "

@@ -21,6 +21,7 @@ from relattn.training.config import to_json
 from relattn.training.metrics_log import read_rows
 from relattn.training.parallel import IN_FLIGHT
 from tests.helpers.clock import slow_to_compile
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.interrupted import (
     Interrupted,
     final_state,
@@ -383,6 +384,12 @@ def test_a_workdir_that_is_not_writable_is_refused(config, tmp_path):
 def test_an_address_is_not_a_workdir(config):
     with pytest.raises(training.WorkdirError, match="gs://bucket/run is an address"):
         training.train_and_evaluate(config, "gs://bucket/run")
+
+
+def test_what_is_no_path_is_no_workdir(config):
+    message = "--workdir must be a path, got None"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        training.train_and_evaluate(config, None)
 
 
 def test_validation_images_are_needed(config, tmp_path, monkeypatch):

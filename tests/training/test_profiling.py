@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from relattn import training
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.interrupted import Interrupted, interrupt_at
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -40,12 +41,13 @@ def test_a_trace_ends_with_the_run(config, tmp_path, one_device, traced):
 @pytest.mark.parametrize(
     "profile, message",
     [
-        (-1, "profile=-1 must be at least 0"),
+        (-1, "profile must be a whole number of at least 0, got -1"),
+        (1.5, "profile must be a whole number of at least 0, got 1.5"),
         (13, "profile=13 needs 16 updates, but the run has 15 left: trace fewer"),
     ],
 )
 def test_more_updates_than_the_run_has(config, tmp_path, one_device, profile, message):
-    with pytest.raises(ValueError, match=message):
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
         training.train_and_evaluate(
             config, tmp_path, profile=profile, devices=one_device
         )

@@ -371,7 +371,7 @@ def _evaluate(feature_map, x):
             f"[*batch, n, head_dim], here {x.shape}, got {what}"
         )
     if given:
-        return features
+        return jax.tree.map(widen, features)
     values = widen(cast(Array, features))
     return Features(values, jnp.zeros_like(values[..., :1]))
 

@@ -105,6 +105,21 @@ def test_key_mask_broadcasts_against_leading_axes():
 
 
 @pytest.mark.slow
+def test_half_precision_features_are_computed_in_single_precision():
+    q, k, v = (x.astype(jnp.bfloat16) for x in draw_inputs(scale=2.0))
+    exists = np.arange(HEADS)[:, None] > np.zeros(M)
+
+    def attend(dtype):
+        def exponential(x):
+            return Features(None, x.astype(dtype))
+
+        return linear_attention(q, k, v, exponential, key_mask=jnp.asarray(exists))
+
+    found, expected = run(lambda: [attend(jnp.bfloat16), attend(jnp.float32)])
+    np.testing.assert_array_equal(found, expected)
+    assert not found[0].any() and found[1].all()
+
+
 def test_gradients_flow_through_a_plain_array_of_features():
     q, k, v = draw_inputs()
     weight = draw_gaussian(jax.random.key(2), 13, HEAD_DIM)

@@ -114,15 +114,18 @@ def grouped(hook: Hook) -> Hook:
 
     @functools.wraps(hook)
     def call(self: Any, q: Array, k: Array, v: Array, context: Context) -> Array:
-        kv_heads = k.shape[1]
-        if q.shape[1] == kv_heads:
+        # Of the query of one token too, which has no axis of tokens.
+        axis = k.ndim - 3
+        num_heads, kv_heads = q.shape[axis], k.shape[axis]
+        if num_heads == kv_heads:
             return hook(self, q, k, v, context)
         masks = (context.key_mask, context.segment_ids)
-        key_mask, segment_ids = (x if x is None else x[:, None] for x in masks)
+        key_mask, segment_ids = (x if x is None else x[..., None, :] for x in masks)
         context = context._replace(key_mask=key_mask, segment_ids=segment_ids)
-        groups = split_heads(q, 1, kv_heads)
-        out = hook(self, groups, k[:, :, None], v[:, :, None], context)
-        return out.reshape(*q.shape[:2], *out.shape[3:])
+        groups = split_heads(q, axis, kv_heads)
+        k, v = (jnp.expand_dims(x, axis + 1) for x in (k, v))
+        out = hook(self, groups, k, v, context)
+        return out.reshape(*out.shape[:axis], num_heads, *out.shape[axis + 2 :])
 
     return cast(Hook, call)
 

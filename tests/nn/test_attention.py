@@ -787,8 +787,10 @@ def test_attention_without_a_cross_form_raises(attention, options):
         jax.eval_shape(make(layer=0).init, jax.random.key(0), x, memory=x)
 
 
-def test_masks_of_two_batch_axes_equal_those_of_one():
-    make, _ = build("softmax", "none", dim=DIM, num_heads=HEADS, num_layers=1)
+@pytest.mark.parametrize("num_kv_heads", [0, 2])
+def test_masks_of_two_batch_axes_equal_those_of_one(num_kv_heads):
+    heads = {"num_heads": 2 * HEADS, "num_kv_heads": num_kv_heads, "head_dim": 3}
+    make, _ = build("softmax", "none", dim=DIM, num_layers=1, **heads)
     # As many examples in a row as heads, which the masks must not meet.
     x, rng = normal(1, 2 * HEADS, N, DIM), np.random.default_rng(0)
     masks = {
@@ -807,6 +809,23 @@ def test_masks_of_two_batch_axes_equal_those_of_one():
 
     with unchecked_annotations():
         out, expected = outs(jax.random.key(0), x)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_kv_heads", [0, 1])
+def test_queries_that_examples_share(num_kv_heads):
+    heads = {"num_heads": HEADS, "num_kv_heads": num_kv_heads}
+    make, _ = build("softmax", "none", dim=DIM, num_layers=1, **heads)
+    queries, memory = normal(1, 1, N, DIM), normal(2, 3, 5, DIM)
+
+    @quick_jit
+    def outs(key, queries, memory):
+        out, variables = make(layer=0).init_with_output(key, queries, memory=memory)
+        queries = jnp.tile(queries, (3, 1, 1))
+        return out, make(layer=0).apply(variables, queries, memory=memory)
+
+    with unchecked_annotations():
+        out, expected = outs(jax.random.key(0), queries, memory)
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
 

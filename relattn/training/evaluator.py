@@ -15,7 +15,12 @@ import numpy as np
 from relattn.data import EvalSplit
 from relattn.training.checkpoint import CHECKPOINTS, read_meta, restore
 from relattn.training.distributed import from_primary
-from relattn.training.metrics import BEST_METRICS, METRICS, RESERVED, format_metrics
+from relattn.training.metrics import (
+    BEST_METRICS,
+    RESERVED,
+    finish_metric,
+    format_metrics,
+)
 from relattn.training.parallel import IN_FLIGHT, Parallel
 from relattn.training.run_metadata import History
 from relattn.training.step import Draw, EvalStep
@@ -119,7 +124,7 @@ def _means(sums: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of the sums over all labels."""
     count = float(sums["count"])
     means = {
-        name: METRICS[name].finish(float(value) / count)
+        name: finish_metric(name, float(value) / count)
         for name, value in sums.items()
         if name != "count"
     }

@@ -27,6 +27,8 @@ TOP5_CLASSES = 10
 LARGEST_EXPONENT = 709.0
 # Values of an evaluation that are not metrics.
 RESERVED = ("count", "seconds")
+# Other columns ``train_...`` of the metrics.
+_COLUMNS = ("grad_norm", "update_norm", "skipped")
 
 
 def cross_entropy(
@@ -168,7 +170,7 @@ def register_metric(name: str, metric: Metric) -> None:
 
     Raises:
         ValueError: If relattn uses the name, it is not a Python identifier, or
-            ``metric`` is not a `Metric`.
+            ``metric`` is not a `Metric` of functions and a format of numbers.
 
     Example:
         >>> def confidence(logits, labels):
@@ -184,11 +186,25 @@ def register_metric(name: str, metric: Metric) -> None:
             f"{shorten(metric)}"
         )
     is_name = isinstance(name, str) and name.isidentifier()
-    if not is_name or name in BUILT_IN or name in RESERVED:
+    used = (*BUILT_IN, *RESERVED, *_COLUMNS)
+    if not is_name or name in used:
         raise ValueError(
             f"a metric cannot have the name {shorten(name)}: choose a Python "
-            f"identifier other than {', '.join([*METRICS, *RESERVED])}"
+            f"identifier other than {', '.join(sorted(used))}"
         )
+    for part in ("values", "finish", "applies"):
+        if not callable(getattr(metric, part)):
+            raise ValueError(
+                f"metric {name!r} needs a function as {part}, got "
+                f"{shorten(getattr(metric, part))}"
+            )
+    try:
+        format(0.5, metric.format)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"metric {name!r} needs a format of numbers, such as '.1%', got "
+            f"{shorten(metric.format)}"
+        ) from error
     METRICS[name] = metric
 
 
@@ -232,6 +248,28 @@ def count_metric(
             f"the shape {labels.shape}: return one value for each label"
         )
     return values
+
+
+def finish_metric(name: str, mean: float) -> float:
+    """Computes a metric from the mean of its values.
+
+    Args:
+        name: A name in `METRICS`.
+        mean: The mean over the labels.
+
+    Returns:
+        The metric; `Metric.finish` may be a function of JAX.
+
+    Raises:
+        ValueError: If ``finish`` does not return a number.
+    """
+    value = METRICS[name].finish(mean)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"finish of the metric {name!r} returned {shorten(value)}: return a number"
+        ) from error
 
 
 def metric_in(key: str) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from relattn.training.cost import peak_flops
 from relattn.training.errors import NonFiniteLossError
-from relattn.training.metrics import METRICS
+from relattn.training.metrics import METRICS, finish_metric
 from relattn.training.metrics_log import Row
 from relattn.training.parallel import limit_in_flight
 from relattn.training.run_metadata import History
@@ -154,7 +154,7 @@ def summarize(
             kept = values[finite[:, index], index]
             mean = float(np.mean(kept)) if len(kept) else math.nan
             row[f"train_{name}"] = (
-                METRICS[name].finish(mean) if name in METRICS else mean
+                finish_metric(name, mean) if name in METRICS else mean
             )
         row["epoch"] = step / task.steps_per_epoch
         # A skipped update does not advance the optimiser's schedule.

@@ -1,5 +1,8 @@
 """A metric is one entry of the table."""
 
+import json
+from unittest.mock import Mock
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from relattn.training.metrics import (
     METRICS,
     Metric,
     count_metric,
+    finish_metric,
     register_metric,
     smoothed_cross_entropy,
 )
@@ -62,7 +66,7 @@ def test_a_registered_metric_is_counted_and_printed(
     assert "second place" in page.partition('<img alt="By step')[2].partition('"')[0]
 
 
-@pytest.mark.parametrize("name", ["accuracy", "count", "top 2"])
+@pytest.mark.parametrize("name", ["accuracy", "count", "grad_norm", "top 2"])
 def test_a_metric_has_a_new_name(name):
     with pytest.raises(ValueError, match=f"cannot have the name '{name}': choose a"):
         register_metric(name, Metric(is_second))
@@ -72,6 +76,30 @@ def test_what_is_no_metric_is_refused():
     message = r"'second' must be a Metric, such as Metric\(function\), got <function"
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         register_metric("second", is_second)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"values": 5}, "'second' needs a function as values, got 5"),
+        ({"finish": None}, "'second' needs a function as finish, got None"),
+        (
+            {"format": "percent"},
+            "'second' needs a format of numbers, such as '.1%', got",
+        ),
+    ],
+)
+def test_a_metric_has_functions_and_a_format(options, message):
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        register_metric("second", Metric(**{"values": is_second, **options}))
+
+
+def test_a_metric_may_be_finished_by_jax(monkeypatch):
+    finish = Mock(side_effect=[jnp.float32(0.5), "half"])
+    monkeypatch.setitem(METRICS, "mine", Metric(is_second, finish=finish))
+    assert json.dumps(finish_metric("mine", 0.25)) == "0.5"
+    with pytest.raises(ValueError, match="of the metric 'mine' returned 'half': ret"):
+        finish_metric("mine", 0.25)
 
 
 def test_a_metric_has_a_value_for_each_label(monkeypatch):

@@ -223,6 +223,7 @@ def causal_translution_step(
     """
     check_position(index, x.shape[-2])
     step = _CausalStep(x.shape[-2], index)
+    x = step.zero_later(x)
     token = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=-2)
     return attend(step, token, x, (w_q, w_k, w_v), None, precision)[..., 0, :]
 
@@ -303,10 +304,11 @@ def causal_lor_translution_step(
     check_low_rank(qkv, low, tables, scale)
     length = next(x.shape[-2] for x in (qkv[1], low[1]) if x is not None)
     check_position(index, length)
+    step = _CausalStep(length, index)
     outputs = attend_low_rank(
-        _CausalStep(length, index),
-        qkv,
-        low,
+        step,
+        (qkv[0], *step.zero_later(qkv[1:])),
+        (low[0], *step.zero_later(low[1:])),
         tables,
         key_mask=None,
         scale=scale,
@@ -330,6 +332,10 @@ class _CausalStep:
     @property
     def allowed(self) -> Array:
         return jnp.arange(self.length) <= self.position
+
+    def zero_later(self, tokens):
+        """Sets later tokens to zero, so that even a NaN there has no effect."""
+        return jax.tree.map(lambda x: jnp.where(self.allowed[:, None], x, 0), tokens)
 
     def check_length(self, num_tokens: int) -> None:
         CausalOffsets(self.length).check_length(num_tokens)

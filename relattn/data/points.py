@@ -26,6 +26,7 @@ from relattn.data.base import (
     steps_per_epoch,
 )
 from relattn.data.images import check_class_names, check_labels, draw_validation
+from relattn.messages import shorten
 
 INPUTS = ("positions", "features", "mask")
 PARTS = (*INPUTS, "labels")
@@ -89,7 +90,9 @@ class PointSplit:
                 f"labels have shape {labels.shape} and dtype {labels.dtype}, expected "
                 f"{len(points)} integers: {labels_hint(labels, len(points))}"
             )
-        return cls(points, labels.astype(np.int32), np.shape(positions)[-1])
+        # Beyond int32 they would become others; so they are refused as too large.
+        labels = np.clip(labels.astype(np.int64), -1, 2**31 - 1).astype(np.int32)
+        return cls(points, labels, np.shape(positions)[-1])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -137,8 +140,8 @@ class PointData:
         more_tests: More test sets, by names that start with ``"test_"``.
 
     Raises:
-        ValueError: If a label is out of range, or the splits differ in their numbers of
-            points, axes or channels.
+        ValueError: If a label is out of range, the splits differ in their numbers of
+            points, axes or channels, or a name in ``more_tests`` is another.
     """
 
     name: str
@@ -150,6 +153,12 @@ class PointData:
     more_tests: Mapping[str, PointSplit] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
+        for name in self.more_tests:
+            if not name.startswith("test_"):
+                raise ValueError(
+                    f"more_tests has {shorten(name)}: choose a name that starts with "
+                    "'test_'"
+                )
         for name, split in {"train": self.train, **self.eval_splits}.items():
             check_labels(split.labels, len(self.class_names), name)
             if split.point_shape != self.train.point_shape:
@@ -186,8 +195,9 @@ class PointData:
             The data.
 
         Raises:
-            ValueError: If ``num_validation`` leaves no training set, a class has no
-                name of its own, or the splits do not fit together.
+            ValueError: If a split has no sets or is no `PointSplit`, ``num_validation``
+                leaves no training set, a class has no name of its own, or the splits do
+                not fit together.
 
         Example:
             >>> train = PointSplit.from_arrays(np.zeros((5, 7, 2)), np.arange(5) % 2)
@@ -195,6 +205,17 @@ class PointData:
             >>> len(data.train), data.info.point_shape
             (3, (7, 2, 1))
         """
+        for key, split in {
+            "train": train,
+            "test": train if test is None else test,
+        }.items():
+            if not isinstance(split, PointSplit):
+                raise ValueError(
+                    f"{key} must be a PointSplit, such as PointSplit.from_arrays("
+                    f"positions, labels), got {type(split).__name__}"
+                )
+            if not len(split):
+                raise ValueError(f"{key} has no sets of points: pass at least one")
         chosen = np.sort(draw_validation(len(train), num_validation, split_seed))
         validation = train.select(chosen)
         train = train.select(np.setdiff1d(np.arange(len(train)), chosen))
@@ -356,14 +377,15 @@ def _join(
     positions: Any, features: Any = None, mask: Any = None
 ) -> Float32[np.ndarray, "n points columns"]:
     """Returns positions and features in one array, with NaN for padding."""
-    positions = np.asarray(positions)
+    positions = _as_array(positions, "positions")
     if positions.ndim != 3 or not all(positions.shape[1:]):
         raise ValueError(
             f"positions have shape {positions.shape}, expected [n, points, axes]"
         )
     sets = positions.shape[:2]
-    features = np.ones((*sets, 1)) if features is None else np.asarray(features)
-    mask = np.ones(sets, bool) if mask is None else np.asarray(mask)
+    features = np.ones((*sets, 1)) if features is None else features
+    mask = np.ones(sets, bool) if mask is None else mask
+    features, mask = _as_array(features, "features"), _as_array(mask, "mask")
     expected = f"expected those of {sets[0]} sets of {sets[1]} points"
     if features.ndim != 3 or features.shape[:2] != sets or not features.shape[-1]:
         raise ValueError(f"features have shape {features.shape}, {expected}")
@@ -381,6 +403,17 @@ def _join(
         raise ValueError("a point is not finite: set its mask to False, or correct it")
     points[~mask] = np.nan
     return points
+
+
+def _as_array(values: Any, name: str) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        # NumPy makes no array of lists of different lengths.
+        raise ValueError(
+            f"{name} has sets of different numbers of points: pad them to the same "
+            "number, and pass a mask, False for padding"
+        ) from error
 
 
 def _move(

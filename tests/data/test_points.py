@@ -13,6 +13,7 @@ from relattn.data import (
     read_point_sets,
 )
 from relattn.data.mnist_points import draw_points, shift_points
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal
 
 N, POINTS = 7, 5
@@ -73,10 +74,14 @@ def test_sets_far_from_zero_keep_their_offsets():
         ({"mask": np.ones((N, POINTS))}, "dtype float64, expected .*, as bool"),
         ({"positions": np.full((N, POINTS, 3), np.inf)}, "point is not finite: set"),
         ({"features": np.full((N, POINTS, 1), "a")}, "features have dtype <U1, expect"),
+        (
+            {"positions": [np.zeros((n, 3)) for n in (4, 5)]},
+            "positions has sets of different numbers of points: pad them to the same",
+        ),
     ],
 )
 def test_wrong_arrays_raise(changes, message):
-    with pytest.raises(ValueError, match=message):
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
         PointSplit.from_arrays(**make_arrays() | changes)
 
 
@@ -108,6 +113,16 @@ def test_splits_that_do_not_fit_raise():
         ValueError, match=r"of test are \(4, 3, 1\), but those of train"
     ):
         PointData.from_splits("mine", split, "abc", test=other)
+    large = PointSplit.from_arrays(**make_arrays() | {"labels": LABELS + 2**32})
+    with pytest.raises(ValueError, match="labels of train are from 2147483647 to"):
+        PointData.from_splits("mine", large, "abc")
+    with pytest.raises(ValueError, match="'far': choose a name that starts with 'tes"):
+        PointData.from_splits("mine", split, "abc", more_tests={"far": split})
+    with pytest.raises(ValueError, match="test has no sets of points: pass at least"):
+        PointData.from_splits("mine", split, "abc", test=split.select(np.arange(0)))
+    message = r"must be a PointSplit, such as .*from_arrays\(positions, labels\), got"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        PointData.from_splits("mine", split.points, "abc")
 
 
 def test_a_file_of_arrays_is_read(tmp_path):

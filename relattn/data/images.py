@@ -280,6 +280,12 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
         labels: Their labels.
         name: The name of the images, for the message.
     """
+    for what, array in ((name, images), (f"the labels of {name}", labels)):
+        if not isinstance(array, np.ndarray):
+            raise ValueError(
+                f"{what} must be a NumPy array, got {type(array).__name__}: pass "
+                "np.asarray of them"
+            )
     if images.dtype == object and images.ndim == 1:
         raise ValueError(
             f"{name} are an array of objects: resize the images to one size, and pass "
@@ -461,11 +467,13 @@ def draw_validation(
     if not is_integer or not 0 <= num_validation < num_examples:
         raise ValueError(
             f"data.num_validation={shorten(num_validation)} must be from 0 to "
-            f"{num_examples - 1}, to leave some of the {num_examples} training images "
-            "for training"
+            f"{num_examples - 1}, to leave some of the {num_examples} training "
+            "examples for training"
         )
-    if split_seed < 0:
-        raise ValueError(f"data.split_seed={shorten(split_seed)} must be at least 0")
+    if not isinstance(split_seed, int | np.integer) or split_seed < 0:
+        raise ValueError(
+            f"data.split_seed={shorten(split_seed)} must be an integer of at least 0"
+        )
     order = np.random.default_rng(split_seed).permutation(num_examples)
     return order[:num_validation]
 

@@ -111,6 +111,15 @@ def test_the_shards_of_processes_equal_the_batch():
     check_shards_equal_batches(numbered_data(), batch_size=6, num_shards=3)
 
 
-def test_negative_split_seed_raises():
-    with pytest.raises(ValueError, match="data.split_seed=-1 must be at least 0"):
-        draw_validation(7, 3, -1)
+@pytest.mark.parametrize("seed", [-1, 1.5])
+def test_a_wrong_split_seed_raises(seed):
+    message = f"data.split_seed={seed} must be an integer of at least 0"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        draw_validation(7, 3, seed)
+
+
+def test_lists_are_no_split():
+    images = np.zeros((2, 3, 3, 1), np.uint8)
+    message = "the labels of images must be a NumPy array, got list: pass np.asarray"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        ImageSplit(images, [0, 1])

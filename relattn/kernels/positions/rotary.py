@@ -240,7 +240,7 @@ def rotate(
             f"{angles.shape[-1]}"
         )
     # The pairs (a, b).
-    wide = widen(x)
+    wide, angles = widen(x), widen(angles)
     if interleaved:
         first, second = wide[..., ::2], wide[..., 1::2]
     else:

@@ -201,6 +201,7 @@ def circulant_string(
     # Fourier components of x.
     components = jnp.fft.rfft(widen(x))
     # Times e^(i angle_f).
+    angles = widen(angles)
     rotated = components * jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
     return jnp.fft.irfft(rotated, n=head_dim).astype(x.dtype)
 

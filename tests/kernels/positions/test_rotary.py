@@ -14,6 +14,7 @@ from relattn.kernels.positions.rotary import (
     rotary_angles,
     rotate,
 )
+from relattn.kernels.positions.string import circulant_string
 from relattn.offsets import Torus
 from tests import reference
 from tests.helpers import compare
@@ -74,6 +75,14 @@ def test_prefix_tokens_are_unchanged():
     out = run(lambda x: rotate(x, rotary_angles(positions, 4, num_prefix=2)), x)
     np.testing.assert_array_equal(out[:2], x[:2])
     assert (out[2:] != 1).all()
+
+
+@pytest.mark.parametrize(("turn", "pairs"), [(rotate, 2), (circulant_string, 3)])
+def test_sines_of_half_precision_angles_are_float32(turn, pairs):
+    x, angles = normal(0, 3, 4), normal(1, 3, pairs).astype(jnp.bfloat16)
+    wide = angles.astype(np.float32)
+    found, expected = run(lambda: [turn(x, angles), turn(x, wide)])
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_half_precision_keeps_dtype_and_phase_of_far_tokens():

@@ -110,7 +110,9 @@ def linear_attention(
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
         feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
-            pair of such functions, of queries and of keys.
+            pair of such functions, of queries and of keys. Exponents returned as
+            `Features` neither overflow nor underflow. Features returned as an array may
+            overflow, and weights that sum to less than 1e-36 give zeros.
         key_mask: True for keys that exist, shape ``[*batch, m]``. A query without keys
             gives zeros.
         chunk_size: Number of tokens whose features are computed at a time; None for the

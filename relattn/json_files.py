@@ -8,6 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from relattn.messages import shorten
 
 # Limits of what is read: bytes, characters of an integer, and nested lists or objects.
@@ -48,11 +50,11 @@ def to_plain(value: Any) -> Any:
     """Converts what `json.dumps` cannot write in configurations: its ``default``.
 
     Args:
-        value: A mapping that is no dict, such as a ``ConfigDict``; or a number or an
-            array of NumPy.
+        value: A mapping that is no dict, such as a ``ConfigDict``; a number or an array
+            of NumPy; or a dtype, such as ``jnp.bfloat16``.
 
     Returns:
-        A dict, a number or a list.
+        A dict, a number, a list or a name.
 
     Example:
         >>> import numpy as np
@@ -61,6 +63,8 @@ def to_plain(value: Any) -> Any:
     """
     if hasattr(value, "keys"):
         return {key: value[key] for key in value.keys()}  # noqa: SIM118
+    if isinstance(value, type | np.dtype):
+        return np.dtype(value).name
     return value.tolist()
 
 

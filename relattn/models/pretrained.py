@@ -624,7 +624,8 @@ def build(config: Mapping[str, Any]) -> nn.Module:
     # An unknown name has no sizes; build_model refuses it.
     if name in models.MODELS:
         sizes = models.DATA_ARGUMENTS[models.MODELS[name].inputs]
-        values = {size: config[size] for size in sizes}
+        # build_model says which are missing.
+        values = {size: config[size] for size in sizes if size in config}
     for size in {"image_shape", "point_shape"} & {*values}:
         values[size] = tuple(values[size])
     return models.build_model(config["model"], **values)

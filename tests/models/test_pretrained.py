@@ -351,9 +351,11 @@ def test_configurations_of_numpy_and_ml_collections_are_saved(tmp_path):
     )
     variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), variables)
     pretrained.save_pretrained(tmp_path, config, variables)
-    loaded = relattn.load_pretrained(tmp_path, image_size=np.array([6, 8]))
+    size, half = np.array([6, 8]), {"dtype": jnp.bfloat16}
+    loaded = relattn.load_pretrained(tmp_path, image_size=size, model=half)
     pretrained.save_pretrained(tmp_path, loaded.config, loaded.variables)
     saved = json.loads((tmp_path / "config.json").read_text())
+    model["dtype"] = "bfloat16"
     assert saved == {"model": model, "num_classes": 5, "image_shape": [6, 8, 1]}
 
 
@@ -402,6 +404,8 @@ def test_options_that_change_the_weights_name_a_fix(tmp_path):
         ValueError, match=r"leave out of model= what .*'dim': 12.*init_f"
     ):
         relattn.load_pretrained(tmp_path, model={"dim": 12})
+    with pytest.raises(ValueError, match="'gpt' is for tokens and needs vocab_size"):
+        pretrained.build({"model": {"name": "gpt"}})
 
 
 @pytest.mark.slow

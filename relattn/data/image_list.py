@@ -413,15 +413,11 @@ def _without(
     if not skip_unreadable:
         if len(sources) == 1:
             raise unreadable[sources[0]]
-        shown = "; ".join(
-            f"{listed.name(source)} ({unreadable[source].problem})"
-            for source in sources[:MAX_UNREADABLE]
-        )
-        more = len(sources) - MAX_UNREADABLE
+        problems = {listed.name(source): unreadable[source] for source in sources}
         raise ValueError(
             f"{len(sources)} of the {sum(map(len, listed.splits))} images of "
-            f"{listed.root} cannot be read: {shown}"
-            f"{f' and {more} more' if more > 0 else ''}: {HINT.replace(' it', ' them')}"
+            f"{listed.root} cannot be read: {_list_problems(problems)}: "
+            f"{HINT.replace(' it', ' them')}"
         )
     splits = {}
     for name in ("train", "validation", "test"):
@@ -451,6 +447,39 @@ def _without(
         class_names=class_names,
         left_out=listed.left_out + left_out,
     )
+
+
+def check_files(files: Sequence[Path]) -> None:
+    """Decodes image files once, in threads, before they are predicted one by one.
+
+    Args:
+        files: The files.
+
+    Raises:
+        ValueError: If some cannot be read; the message lists them.
+    """
+    decoder = _Decoder(0.0, "white")
+    decoder.keep = False
+    title = "Checking the images"
+    bar = tqdm(total=len(files), desc=title, unit=" images", delay=2, disable=None)
+    problems = {}
+    with bar, _in_threads(decoder, [ImageFile(file, "") for file in files]) as results:
+        for file, found in zip(files, results, strict=True):
+            bar.update()
+            if isinstance(found, UnreadableImageError):
+                problems[str(file)] = found
+    if problems:
+        raise ValueError(
+            f"{len(problems)} of the {len(files)} images cannot be read: "
+            f"{_list_problems(problems)}: replace or delete them"
+        )
+
+
+def _list_problems(errors: Mapping[str, UnreadableImageError]) -> str:
+    """Lists the first images that cannot be read, and why; counts the others."""
+    shown = [f"{name} ({error.problem})" for name, error in errors.items()]
+    more = len(shown) - MAX_UNREADABLE
+    return "; ".join(shown[:MAX_UNREADABLE]) + f" and {more} more" * (more > 0)
 
 
 def _all_unreadable(where: str, first: UnreadableImageError) -> ValueError:

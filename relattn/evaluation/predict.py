@@ -25,6 +25,7 @@ import numpy as np
 from relattn import command
 from relattn.data.base import ClassInfo, check_eval_batch
 from relattn.data.folder import KINDS
+from relattn.data.image_list import check_files
 from relattn.files import expand, replace_file, usable_file
 from relattn.messages import check_choice, printable
 from relattn.models.pretrained import class_names_of, load_pretrained
@@ -212,6 +213,7 @@ def _predict_saved(
     apply = jax.jit(loaded.model.apply)
     size = BATCH_SIZE if given.batch_size is None else given.batch_size
     check_eval_batch(size)
+    check_files(files)
     found = []
     for start in range(0, len(files), size):
         inputs = loaded.preprocess(files[start : start + size])
@@ -228,6 +230,8 @@ def _predict(
     """Returns the predictions for the examples of files, and what to call each."""
     predict = functools.partial(run.predict, batch_size=batch_size, draws=draws)
     if run.data.kind != "points":
+        if run.data.kind == "images":
+            check_files(files)
         return predict(files), files
     # Every file may have another number of points.
     found = [predict(file) for file in files]

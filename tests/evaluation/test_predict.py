@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import re
 
 import jax
 import numpy as np
@@ -50,6 +51,13 @@ def test_a_converted_model_predicts_as_it_prepares_images(tmp_path, photos, caps
     assert [row[1] for row in rows] == [row[2] for row in rows] == labels
     found = np.array([row[4:] for row in rows], np.float32)
     np.testing.assert_allclose(found, expected, atol=2e-6)
+    # All are named before any is predicted.
+    for name in ("a.png", "b.png"):
+        (photos / name).touch()
+    with pytest.raises(SystemExit, match="2"):
+        predict_lib.main([str(folder), str(photos)])
+    message = r"^error: 2 of the 5 images .*/a.png \(not .*/b.png \(.*\): replace or"
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_classes_of_saved_models_have_names(tmp_path, photos, capsys):

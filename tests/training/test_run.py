@@ -217,6 +217,10 @@ def test_command_takes_the_run_and_the_images_without_options(
         ([], "the run and the images are missing: pass them, as in relattn predict"),
         ([str(workdir), first, "--top=4"], "--top=4 must be from 1 to 3, the classes"),
         ([str(workdir), first, "--tops=4"], "unknown option --tops: did you mean"),
+        (
+            [str(workdir), first, str(workdir / "run.json"), __file__],
+            "2 of the 3 images cannot be read: ",
+        ),
     ):
         with pytest.raises(SystemExit):
             predict_lib.main(words)

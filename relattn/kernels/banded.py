@@ -88,8 +88,8 @@ def banded_attention(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, the table has fewer than
-            two rows, the grid does not hold the tokens, or ``cls`` is unknown or does
-            not fit the grid.
+            two rows, its features have batch axes, the grid does not hold the tokens,
+            or ``cls`` is unknown or does not fit the grid.
 
     Example:
         >>> phi = lambda x: jnp.exp(x)
@@ -134,6 +134,13 @@ def banded_attention(
 
     # phi(q_i) . phi(w_d) for every query of the grid and distance d.
     rows = key_features(feature_map, table)
+    shapes = [x.shape for x in jax.tree.leaves(rows[:2])]
+    if max(map(len, shapes)) > 2:
+        raise ValueError(
+            "all batch axes share a table, and must share its features [rows, "
+            f"features], got shape {max(shapes, key=len)}: use jax.vmap for heads with "
+            "feature maps of their own"
+        )
     weights, magnitudes = _row_weights(
         query_features(feature_map, q[..., num_prefix:, :]),
         rows,

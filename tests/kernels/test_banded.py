@@ -350,10 +350,14 @@ def test_flops_are_linear_in_length_and_clip():
             {"cls": "corner", "grid": Torus((3, 5))},
             r"needs a grid with a last row, got Torus\(\(3, 5\)\): use cls='far'",
         ),
+        (
+            {"feature_map": lambda x: jnp.stack([x, 2 * x])},
+            r"must share its features .*, got shape \(2, 3, 5\): use jax.vmap",
+        ),
     ],
 )
 def test_errors_name_expected_values(change, message):
     q, v, table = _inputs((3, 5), 1, 2)
     arguments = {"q": q, "v": v, "table": table, "grid": (3, 5), "num_prefix": 1}
     with pytest.raises(ValueError, match=message):
-        banded_attention(feature_map=_positive, **{**arguments, **change})
+        banded_attention(**{"feature_map": _positive, **arguments, **change})

@@ -471,6 +471,14 @@ def traced_call_with(name, **changes):
             "window must be a whole number, got 2.5$",
         ),
         (
+            lambda: kernels.absolute_frequencies(2.5),
+            "num must be a whole number, got 2.5$",
+        ),
+        (
+            lambda: kernels.length_scale_frequencies(2.5),
+            "num_scales must be a whole number, got 2.5$",
+        ),
+        (
             traced_call_with("causal_softmax_attention", window=3),
             "window must be a whole number, got .*: add 'window' to the static_arg",
         ),

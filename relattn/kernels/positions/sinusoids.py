@@ -13,6 +13,7 @@ from relattn.kernels.precision import widen
 from relattn.offsets import Grid, check_prefix
 
 
+@check_arguments
 def length_scale_frequencies(
     num_scales: int, base: float = 64.0
 ) -> Float[Array, " num_scales"]:
@@ -28,7 +29,8 @@ def length_scale_frequencies(
         Frequencies in radians per token, float32, shape ``[num_scales]``.
 
     Raises:
-        ValueError: If ``num_scales`` is less than 1 or ``base`` is not positive.
+        ValueError: If ``num_scales`` is less than 1 or no whole number, or ``base`` is
+            not positive.
 
     Example:
         >>> [round(float(w), 4) for w in length_scale_frequencies(4)]
@@ -46,6 +48,7 @@ def length_scale_frequencies(
     return _geometric_frequencies(num_scales, base, jnp.float32)
 
 
+@check_arguments
 def absolute_frequencies(
     num: int, base: float = 32000.0, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, " num"]:
@@ -63,8 +66,8 @@ def absolute_frequencies(
         Frequencies in radians per token, shape ``[num]``.
 
     Raises:
-        ValueError: If ``num`` is less than 1, ``base`` is not positive or ``dtype`` is
-            not one of floats.
+        ValueError: If ``num`` is less than 1 or no whole number, ``base`` is not
+            positive or ``dtype`` is not one of floats.
 
     Example:
         >>> absolute_frequencies(2, base=100.0).round(3).tolist()[0]

@@ -19,7 +19,7 @@ from relattn.evaluation.shift import (
 )
 from relattn.evaluation.shift_curves import FindPublished, ShiftCurve, curves_of
 from relattn.evaluation.shift_plots import Panel, plot
-from relattn.evaluation.shift_runs import ShiftRun
+from relattn.evaluation.shift_runs import ShiftRun, check_runs
 from relattn.evaluation.shift_tables import summary, write_csv
 from relattn.files import replace_file
 from relattn.messages import shorten
@@ -113,6 +113,7 @@ def compare(
             shifts, or no image of the class allows all of them.
         CheckpointError: If a checkpoint is damaged.
     """
+    check_runs(runs)
     # Check all runs before evaluating the first.
     for run in runs:
         check_shift(max_shift, axis, run.image_size)

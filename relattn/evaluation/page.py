@@ -30,7 +30,7 @@ from relattn.evaluation.shift import (
     make_shift_fn,
     shifts_along,
 )
-from relattn.evaluation.shift_runs import ShiftRun
+from relattn.evaluation.shift_runs import ShiftRun, check_runs
 from relattn.messages import printable, shorten
 from relattn.training import Run, make_predict_fn
 from relattn.training.workdir import write_text
@@ -100,6 +100,7 @@ class Page:
         num_images: int = 40,
         progress: bool = True,
     ):
+        check_runs(runs)
         for key, texts in (("names", names), ("descriptions", descriptions)):
             if texts and len(texts) != len(runs):
                 raise ValueError(

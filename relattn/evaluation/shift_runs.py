@@ -137,6 +137,14 @@ def open_shift_runs(
     return runs
 
 
+def check_runs(runs: Sequence[ShiftRun]) -> None:
+    """Raises ValueError unless there is a run, and all are from `open_shift_runs`."""
+    other = next((run for run in runs if not isinstance(run, ShiftRun)), None)
+    if other is not None or not len(runs):
+        got = "no run" if other is None else f"a {type(other).__name__}"
+        raise ValueError(f"got {got}: pass a list of runs, from {OPEN_CALL}")
+
+
 def _data_config(saved: SavedRun, data_dir: str | None) -> ConfigDict:
     """Returns the configuration of a run's data set, which may have moved."""
     config = ConfigDict(saved.task.config.data.to_dict())

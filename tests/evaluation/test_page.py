@@ -16,11 +16,13 @@ from configs import demo
 from relattn import cli, models, training
 from relattn.data import load_data, preprocess
 from relattn.evaluation import page as page_lib
+from relattn.evaluation.compare import compare
 from relattn.evaluation.page import Page, write_page
 from relattn.evaluation.shift import shift_images
 from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.training.saved_run import SavedRun
 from tests.helpers import browser
+from tests.helpers.export import unchecked_annotations
 
 MAX_SHIFT = 2
 
@@ -77,6 +79,11 @@ def test_runs_that_do_not_fit_together_raise(invariant):
         open_shift_runs([])
     with pytest.raises(ValueError, match="--data_dir=here does not apply"):
         open_shift_runs([invariant], data_dir="here")
+    for call in (Page, compare):
+        for runs, got in (([], "no run"), ([training.load_run(invariant)], "a Run")):
+            message = f"got {got}: pass a list of runs, from relattn.*open_shift_runs"
+            with unchecked_annotations(), pytest.raises(ValueError, match=message):
+                call(runs)
     runs = open_shift_runs([invariant] * 2)
     with pytest.raises(ValueError, match="got 1 names for 2 runs: pass one for each"):
         Page(runs, names=["one"])

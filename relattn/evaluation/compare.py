@@ -191,6 +191,11 @@ def _first(
             photographs, indices=photographs.indices[:num_images]
         )
         return dataclasses.replace(split, photographs=first)
+    if not isinstance(split, ImageSplit):
+        raise ValueError(
+            f"num_images={num_images} needs test images in an ImageSplit, got "
+            f"{type(split).__name__}: leave it out"
+        )
     return ImageSplit(split.images[:num_images], split.labels[:num_images])
 
 

@@ -179,10 +179,10 @@ def _check_same_images(runs: Sequence[ShiftRun], max_shift: int, boundary: str) 
     first = runs[0]
     for run in runs:
         check_boundary(boundary, run.info.streamed, str(run.workdir))
-        if run.info.streamed:
+        if run.info.streamed or not isinstance(run.split, ImageSplit):
             raise ValueError(
-                f"{run.workdir} was trained on photographs: a page needs images in "
-                "memory"
+                f"the test images of {run.workdir} are no ImageSplit: a page needs "
+                "images in memory"
             )
         pairs = {
             "image_size": (run.image_size, first.image_size),

@@ -121,6 +121,26 @@ def test_a_run_on_photographs_raises(invariant):
         Page([dataclasses.replace(run, saved=saved)])
 
 
+def test_a_split_of_another_type_raises(invariant):
+    """A data set of one's own needs only the methods of the protocol."""
+    (run,) = open_shift_runs([invariant])
+    split = Lazy(run.split)
+    with unchecked_annotations():
+        run = dataclasses.replace(run, split=split)
+        with pytest.raises(ValueError, match="a page needs images in memory"):
+            Page([run])
+        with pytest.raises(ValueError, match="num_images=3 needs .* got Lazy: leave"):
+            compare([run], num_images=3)
+
+
+class Lazy:
+    def __init__(self, split):
+        self.batches, self.length = split.batches, len(split)
+
+    def __len__(self):
+        return self.length
+
+
 @pytest.mark.slow
 def test_a_run_is_read_once_for_its_curves_and_its_page(
     workdirs, page, tmp_path, monkeypatch

@@ -333,7 +333,7 @@ def load_pretrained(
         )
     changes = dict(model or {})
     sizes = {size for names in models.DATA_ARGUMENTS.values() for size in names}
-    for name in sizes & {*changes}:
+    for name in (sizes | {"image_size", "channels"}) & {*changes}:
         raise ValueError(
             f"model= changes options of the model, but {name} belongs to its data: "
             "pass image_size= or channels= for other images, and fine-tune with "

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jaxtyping import Array, Float
 
 from relattn.kernels.platform import varying_axes
@@ -157,7 +158,7 @@ def scale_backward(
     def converted(values, *inputs):
         inputs, constants = inputs[: len(arguments)], inputs[len(arguments) :]
         leaves = jax.tree.leaves((values, inputs))
-        leaves = jax.core.eval_jaxpr(closed.jaxpr, constants, *leaves)
+        leaves = eval_jaxpr(closed.jaxpr, constants, *leaves)
         return jax.tree.unflatten(jax.tree.structure(results), leaves)
 
     return _call(converted, values, arguments, closed.consts)

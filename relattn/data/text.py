@@ -389,7 +389,7 @@ def read_meta(folder: Path, tokenizer: str = "") -> TokenMeta:
     if tokenizer and meta.tokenizer != tokenizer:
         raise ValueError(
             f"data.tokenizer={tokenizer!r}, but {path} says {meta.tokenizer!r}: "
-            "prepare the text again or change data.tokenizer"
+            "prepare the text again, or leave data.tokenizer empty"
         )
     return meta
 

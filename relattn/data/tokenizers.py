@@ -269,7 +269,9 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
     if name.startswith(FILE_PREFIX):
         return _load_named(name, bpe_dir)
     if not name.endswith(".json"):
-        check_choice("tokenizer", name, TOKENIZERS)
+        check_choice(
+            "tokenizer", name, [*TOKENIZERS, f"the path of a {TOKENIZER_FILE}"]
+        )
     check_bpe_dir(name, bpe_dir)
     if name.endswith(".json"):
         return FileTokenizer(name)
@@ -284,6 +286,11 @@ def _load_named(name: str, folder: str) -> FileTokenizer:
             f"folder of its {TOKENIZER_FILE}"
         )
     path = expand(folder, "bpe_dir") / TOKENIZER_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"the tokenizer {name!r} is missing ({path}): set bpe_dir to the folder of "
+            f"its {TOKENIZER_FILE}"
+        )
     tokenizer = FileTokenizer(path)
     if tokenizer.name != name:
         raise ValueError(

@@ -93,7 +93,7 @@ def test_merges_are_read_from_the_files(tmp_path, monkeypatch):
 def test_unknown_tokenizer_raises(name):
     hint = {"gtp2": "did you mean 'gpt2'. A", "Bytes": "did you mean 'bytes'. A"}
     message = f"^unknown tokenizer '{name}': {hint.get(name, 'a')}vailable: bytes, gpt2"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{message}, the path of a tokenizer.json$"):
         load_tokenizer(name)
 
 
@@ -271,6 +271,8 @@ def test_a_run_finds_its_file_again(tmp_path):
         ({"data_dir": "no", "bpe_dir": "no", "tokenizer": "no.json"}, str(tmp_path)),
     ):
         assert find_tokenizer(name, ConfigDict(options), folder).name == name
+    with pytest.raises(FileNotFoundError, match=r"is missing \(no/.*: set bpe_dir to"):
+        find_tokenizer(name, ConfigDict({"data_dir": "no"}), "")
 
 
 @needs_bpe

@@ -220,7 +220,7 @@ def _image_parts(
         f"({probabilities[i, predicted[i]]:.0%})"
         for i in errors
     ]
-    shown = zip(predicted[:NUM_MAPS], ~defined, strict=False)
+    shown = zip(predicted[:NUM_MAPS], defined, strict=False)
     parts = [
         "<h2>Confusion matrix</h2>",
         f"<p>{len(labels):,} test images, {100 * right.sum() / len(labels):.2f}% "
@@ -236,7 +236,7 @@ def _image_parts(
         _maps(
             run,
             images[:NUM_MAPS],
-            ["NaN" if nan else names[i] for i, nan in shown],
+            [names[i] if known else "NaN" for i, known in shown],
         ),
     ]
     return parts

@@ -55,10 +55,10 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
             f"data.placement={placement!r} places images of height and width, not "
             "volumes: leave it at ''"
         )
-    if canvas < max(shape[:2]):
+    if not isinstance(canvas, int | np.integer) or canvas < max(shape[:2]):
         raise ValueError(
-            f"data.canvas={shorten(canvas)} must be at least {max(shape[:2])}, the "
-            f"size of the images of {shape[0]}x{shape[1]} pixels"
+            f"data.canvas={shorten(canvas)} must be an integer of at least "
+            f"{max(shape[:2])}, the size of the images of {shape[0]}x{shape[1]} pixels"
         )
     # The test images are placed both ways.
     count = (len(data.validation) + 2 * len(data.test)) * shape[2]

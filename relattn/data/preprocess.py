@@ -133,8 +133,9 @@ def check_statistics(config: ConfigDict, info: DataInfo) -> None:
         info: Description of the data.
 
     Raises:
-        ValueError: If ``standardize`` is set, and a channel has a standard deviation
-            that is not positive, or a mean that is not finite.
+        ValueError: If ``standardize`` is neither True nor False, or it is set and a
+            channel has a standard deviation that is not positive, or a mean that is not
+            finite.
 
     Example:
         >>> info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.0,), 7, "")
@@ -143,7 +144,11 @@ def check_statistics(config: ConfigDict, info: DataInfo) -> None:
         ValueError: data.standardize divides by the standard deviation, but all pixels \
 of channel 0 of grey are equal: set data.standardize=False, or use other images
     """
-    if info.kind != "images" or not config.get("standardize", False):
+    chosen = config.get("standardize", False)
+    if not isinstance(chosen, bool):
+        # The text "False" would count as true.
+        raise ValueError(f"data.standardize={shorten(chosen)} must be True or False")
+    if info.kind != "images" or not chosen:
         return
     statistics = zip(*channel_mean_std(config, info), strict=True)
     for channel, (mean, std) in enumerate(statistics):
@@ -174,7 +179,7 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
         points.
 
     Raises:
-        ValueError: If ``image_size`` is below 1 or above `MAX_IMAGE_SIZE`.
+        ValueError: If ``image_size`` is no integer, below 1 or above `MAX_IMAGE_SIZE`.
     """
     if info.kind == "tokens":
         return (info.context_length,)
@@ -183,8 +188,11 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
         return (num_points, num_axes + channels)
     *frames, height, _, channels = info.image_shape
     size = config.get("image_size", height)
-    if not 1 <= size <= MAX_IMAGE_SIZE:
-        limit = "at least 1" if size < 1 else f"at most {MAX_IMAGE_SIZE}"
+    is_integer = isinstance(size, int | np.integer)
+    if not is_integer or not 1 <= size <= MAX_IMAGE_SIZE:
+        limit = "an integer"
+        if is_integer:
+            limit = "at least 1" if size < 1 else f"at most {MAX_IMAGE_SIZE}"
         raise ValueError(f"data.image_size={shorten(size)} must be {limit}")
     return (*frames, size, size, channels)
 

@@ -174,7 +174,8 @@ def test_mnist_on_canvas_of_84_pixels():
     "keys, message",
     [
         ({"placement": "dynamc"}, "placement 'dynamc': did you mean 'dynamic'"),
-        ({"canvas": 4}, "canvas=4 must be at least 5, .* images of 3x5"),
+        ({"canvas": 4}, "canvas=4 must be an integer of at least 5, .* images of 3x5"),
+        ({"canvas": 9.5}, "canvas=9.5 must be an integer of at least 5"),
         # 7 + 2 * 13 images with 2 channels.
         ({"canvas": 10**6}, "canvas=1000000 needs over 17 GB .* must be at most 16133"),
     ],

@@ -99,6 +99,10 @@ def test_negative_image_size_in_config_raises():
         input_shape(ConfigDict({"image_size": -4}), info)
     with pytest.raises(ValueError, match="image_size=99999999999 must be at most"):
         input_shape(ConfigDict({"image_size": 99999999999}), info)
+    with pytest.raises(ValueError, match="data.image_size=8.0 must be an integer"):
+        input_shape(ConfigDict({"image_size": 8.0}), info)
+    with pytest.raises(ValueError, match="standardize='False' must be True or False"):
+        make_preprocess(ConfigDict({"standardize": "False"}), info)
 
 
 def test_floats_are_refused():

@@ -118,7 +118,7 @@ IMAGE_CONFIGS = [
 ]
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "data.md"
 # Those of text, in docs/data.md.
-TEXT_KEYS = {"context_length"}
+TEXT_KEYS = {"context_length", "tokenizer"}
 
 
 @pytest.mark.parametrize(("name", "argument"), IMAGE_CONFIGS)

@@ -462,7 +462,8 @@ def make_eval_step(
         The function. ``batch`` has the input of ``preprocess``, ``label``, and
         ``weight``, 0 for a label that does not count. The result is the sum of each
         metric's values over the labels of the global batch, and ``count``, the sum of
-        the weights. Each device may have a shard of it, as in `make_train_step`.
+        the weights. Each device may have a shard of it, as in `make_train_step`. It
+        raises ValueError if there is not one weight for each label.
 
     Example:
         >>> class Zeros(nn.Module):
@@ -482,6 +483,11 @@ def make_eval_step(
         else:
             logits = average_draws(apply, variables, inputs)
         label, weight = batch["label"], batch["weight"]
+        if jnp.shape(weight) != jnp.shape(label):
+            raise ValueError(
+                f"the batch has weights of the shape {jnp.shape(weight)} for labels of "
+                f"the shape {jnp.shape(label)}: yield one weight for each label"
+            )
         sums = {"count": jnp.sum(weight)}
         for name in metrics:
             # Padding may give values that are not finite.

@@ -307,6 +307,18 @@ def test_a_weight_in_training_is_refused():
         jax.jit(step)(state, batch, jax.random.key(0))
 
 
+def test_evaluation_needs_a_weight_for_each_label():
+    """Weights [13, 1] would sum over all pairs."""
+    model = TinyModel(num_classes=3)
+    state = jax.eval_shape(
+        lambda key: create_state(model, optax.sgd(0.1), key, SHAPE), jax.random.key(0)
+    )
+    batch = {**make_batch(), "weight": np.ones((13, 1), np.float32)}
+    message = r"weights of the shape \(13, 1\) for labels of the shape \(13,\): yield"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(make_eval_step(model, identity), state.variables, batch)
+
+
 def test_the_five_largest_logits():
     logits = np.random.default_rng(0).normal(size=(17, 11)).astype(np.float32)
     labels = np.arange(17, dtype=np.int32) % 11

@@ -396,7 +396,8 @@ def init_lora(
         of stacked layers, are those of the matrix.
 
     Raises:
-        ValueError: If the pattern finds no matrix, or ``rank`` is less than one.
+        ValueError: If the pattern finds no matrix or is no regular expression, or
+            ``rank`` is less than one.
 
     Example:
         >>> params = {"attention": {"q": {"kernel": jnp.ones((3, 5))}}}
@@ -412,10 +413,16 @@ def init_lora(
             f"rank must be a whole number of at least 1, got {shorten(rank)}"
         )
     flat = _flatten(params)
+    try:
+        matches = re.compile(pattern).search
+    except (TypeError, re.error) as error:
+        raise ValueError(
+            f"pattern={pattern!r} is not a regular expression ({error})"
+        ) from error
     found = {
         path: leaf
         for path, leaf in flat.items()
-        if re.search(pattern, "/".join(path)) and leaf.ndim >= 2
+        if matches("/".join(path)) and leaf.ndim >= 2
     }
     if not found:
         raise ValueError(

@@ -231,6 +231,8 @@ def test_invalid_lora_raises():
             linearize.init_lora(params, key, rank=rank)
     with pytest.raises(ValueError, match="pattern='atention' finds none of .*blocks_0"):
         linearize.init_lora(params, key, pattern="atention")
+    with pytest.raises(ValueError, match=r"pattern='\(q' is not a regular expression"):
+        linearize.init_lora(params, key, pattern="(q")
     lora = linearize.init_lora(params, key)
     with pytest.raises(ValueError, match="params lack the matrices of .*q/kernel"):
         linearize.merge_lora({"w": jnp.eye(2)}, lora)

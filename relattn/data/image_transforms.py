@@ -114,6 +114,7 @@ def resized_center_crop(
     short_side: int,
     margin: int = 0,
     interpolation: str = "bilinear",
+    floor_crop: bool = False,
 ) -> Image.Image:
     """Resizes the short side and crops the central square.
 
@@ -123,6 +124,8 @@ def resized_center_crop(
         short_side: Short side of the image after the resize, at least ``size``.
         margin: Number of pixels to add on every side of the square.
         interpolation: Name of a filter of Pillow.
+        floor_crop: Whether half a pixel left or above the square is rounded down, as by
+            transformers, instead of to the even number, as by torchvision.
 
     Returns:
         An image of size x size, with the margin around it.
@@ -143,7 +146,8 @@ def resized_center_crop(
     shortest = min(image.size)
     width, height = (short_side * side // shortest for side in image.size)
     image = image.resize((width, height), Image.Resampling[interpolation.upper()])
-    left, top = round((width - size) / 2) - margin, round((height - size) / 2) - margin
+    rounded = math.floor if floor_crop else round
+    left, top = (rounded((side - size) / 2) - margin for side in (width, height))
     size += 2 * margin
     return image.crop((left, top, left + size, top + size))
 

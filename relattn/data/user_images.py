@@ -322,6 +322,7 @@ def prepare_squares(
     mean: Sequence[float],
     std: Sequence[float],
     background: str = "white",
+    floor_crop: bool = False,
 ) -> Float32[Array, "n size size channels"]:
     """Converts images of any kind to the inputs of a converted model.
 
@@ -337,6 +338,7 @@ def prepare_squares(
         mean: Mean of each channel, for values in [0, 1].
         std: Standard deviation of each channel.
         background: Colour behind transparent pixels.
+        floor_crop: See `relattn.data.image_transforms.resized_center_crop`.
 
     Returns:
         float32, shape ``[n, *image_shape]``.
@@ -360,7 +362,13 @@ def prepare_squares(
             filter = Image.Resampling[interpolation.upper()]
             planes = [plane.resize((resized, resized), filter) for plane in planes]
         planes = [
-            resized_center_crop(plane, size, resized, interpolation=interpolation)
+            resized_center_crop(
+                plane,
+                size,
+                resized,
+                interpolation=interpolation,
+                floor_crop=floor_crop,
+            )
             for plane in planes
         ]
         prepared.append(np.dstack([np.asarray(plane) for plane in planes])[None])

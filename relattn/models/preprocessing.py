@@ -2,7 +2,9 @@
 
 ``preprocessing`` of ``config.json`` has ``resized``, the short side of an image before
 its central part is cropped, or with ``squash`` both sides; ``interpolation``, that of
-the resize; and ``mean`` and ``std`` of each channel for values in [0, 1].
+the resize; and ``mean`` and ``std`` of each channel for values in [0, 1]. With
+``floor_crop``, the crop is rounded as by transformers, see
+`relattn.data.image_transforms.resized_center_crop`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ _SIDE = Range(1, 2**16)
 SCHEMA = {
     "resized": _SIDE,
     "squash": bool,
+    "floor_crop?": bool,
     "interpolation": str,
     "mean": [_VALUE],
     # Pixels are divided by it.
@@ -110,6 +113,7 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
         {
             "resized": resized,
             "squash": squash,
+            "floor_crop": True,
             "interpolation": INTERPOLATIONS[given["resample"]],
             "mean": given["image_mean"],
             "std": given["image_std"],

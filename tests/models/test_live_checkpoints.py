@@ -310,8 +310,8 @@ def test_images_are_prepared_as_by_transformers(
     pretrained.write_hf_encoder(
         tmp_path, model, "last_hidden_state", intermediate_size=16
     )
-    # Where the crop leaves an even number, Pillow's and torchvision's backends agree.
-    size = {"shortest_edge": 8} if options else {"height": 6, "width": 6}
+    # The crop leaves 3 of 9 pixels.
+    size = {"shortest_edge": 9} if options else {"height": 6, "width": 6}
     processor = getattr(transformers, processor)(size=size, **options)
     processor.save_pretrained(tmp_path)
     convert(source, tmp_path / "model.safetensors", tmp_path / "converted")

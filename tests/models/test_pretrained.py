@@ -74,17 +74,18 @@ def test_positions_interpolate_as_timm(tmp_path):
 
 PHOTO = np.random.default_rng(3).integers(0, 256, (9, 13, 3)).astype(np.uint8)
 MEAN, STD = [0.5, 0.25, 0.75], [0.5, 0.2, 0.25]
-CENTRAL = {"resized": 7, "squash": False, "interpolation": "bicubic"}
-SQUASHED = {"resized": 6, "squash": True, "interpolation": "bilinear"}
+CENTRAL = {"resized": 9, "squash": False, "interpolation": "bicubic"}
+FLOORED = {**CENTRAL, "floor_crop": True}
+SQUASHED = {**FLOORED, "resized": 6, "squash": True, "interpolation": "bilinear"}
 
 
-def by_pillow(pixels, resized, squash, interpolation):
-    """Resizes and crops as torchvision does with images of Pillow."""
+def by_pillow(pixels, resized, squash, interpolation, floor_crop=False):
+    """Resizes and crops as torchvision, or transformers, with images of Pillow."""
     size = (resized, resized) if squash else (resized * 13 // 9, resized)
     image = Image.fromarray(pixels).resize(
         size, Image.Resampling[interpolation.upper()]
     )
-    left, top = round((size[0] - 6) / 2), round((size[1] - 6) / 2)
+    left, top = ((x - 6) // 2 if floor_crop else round((x - 6) / 2) for x in size)
     pixels = np.asarray(image.crop((left, top, left + 6, top + 6)), np.float64)
     return (pixels / 255 - MEAN) / STD
 
@@ -101,7 +102,7 @@ def by_pillow(pixels, resized, squash, interpolation):
                 "pretrained_cfg": {
                     "mean": MEAN,
                     "std": STD,
-                    "crop_pct": 0.8,
+                    "crop_pct": 0.66,
                     "interpolation": "bicubic",
                 },
             },
@@ -129,9 +130,9 @@ def by_pillow(pixels, resized, squash, interpolation):
                 "image_mean": MEAN,
                 "image_std": STD,
                 "resample": 3,
-                "size": 7,
+                "size": 9,
             },
-            CENTRAL,
+            FLOORED,
         ),
         (
             "hf_dinov2",
@@ -141,9 +142,9 @@ def by_pillow(pixels, resized, squash, interpolation):
                 "image_mean": MEAN,
                 "image_std": STD,
                 "resample": 3,
-                "size": {"shortest_edge": 7},
+                "size": {"shortest_edge": 9},
             },
-            CENTRAL,
+            FLOORED,
         ),
         # The file prepares 12 pixels, and the model sees 6.
         (
@@ -157,10 +158,10 @@ def by_pillow(pixels, resized, squash, interpolation):
                     "image_mean": MEAN,
                     "image_std": STD,
                     "resample": 3,
-                    "size": {"shortest_edge": 14},
+                    "size": {"shortest_edge": 18},
                 },
             },
-            CENTRAL,
+            FLOORED,
         ),
     ],
     ids=["timm", "hf_siglip", "hf_clip", "hf_dinov2", "scaled"],

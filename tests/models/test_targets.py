@@ -298,4 +298,5 @@ def test_preprocessing_is_read_as_it_was_written(resized, size, squash, tmp_path
     assert preprocessing.timm_preprocessing(settings, size) == values
     written = preprocessing.write_hf_preprocessing(values, size)
     (tmp_path / preprocessing.PREPROCESSOR).write_text(json.dumps(written))
+    values["floor_crop"] = True
     assert preprocessing.hf_preprocessing(tmp_path, size) == values

@@ -31,6 +31,7 @@ from relattn.evaluation.shift import (
     shifts_along,
 )
 from relattn.evaluation.shift_runs import ShiftRun, check_runs
+from relattn.files import usable_file
 from relattn.messages import printable, shorten
 from relattn.training import Run, make_predict_fn
 from relattn.training.workdir import write_text
@@ -44,13 +45,16 @@ def write_page(runs: Sequence[ShiftRun], path: str | Path, **options: Any) -> No
 
     Args:
         runs: The runs, from `relattn.evaluation.shift_runs.open_shift_runs`.
-        path: The file.
+        path: The file; its folder is created if needed.
         **options: Options of `Page`.
 
     Raises:
+        OSError: If the file is not writable; raised before any work.
         ValueError: If the runs or an option do not fit, see `Page`.
         CheckpointError: If a checkpoint is damaged.
     """
+    # Before minutes of predictions.
+    path = usable_file(path, "the page")
     page = Page(runs, **options)
     for run in runs:
         page.add(run.load_first())

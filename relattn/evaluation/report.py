@@ -77,6 +77,10 @@ def report(
     Warns:
         UserWarning: If probabilities are NaN.
     """
+    if not isinstance(run, Run):
+        raise ValueError(
+            f"run must be a run, such as load_run('runs/a'), got {type(run).__name__}"
+        )
     if num_images is not None:
         is_integer = isinstance(num_images, int | np.integer)
         if not is_integer or num_images < 1:

@@ -232,6 +232,11 @@ def test_models_without_maps_take_no_room_for_them(invariant):
     assert page_lib._num_patches(dataclasses.replace(run, saved=saved)) == 0
 
 
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path):
+    with pytest.raises(OSError, match="the page .* is a folder: name a file in it"):
+        write_page([], tmp_path)
+
+
 def test_logits_of_nan_are_refused(invariant):
     run = training.load_run(invariant)
     undefined = jax.tree.map(lambda x: np.full_like(x, np.nan), run.variables)

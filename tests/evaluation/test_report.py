@@ -100,6 +100,7 @@ def test_images_of_any_channels_are_drawn(channels, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"run": "runs/a"}, r"must be a run, such as load_run\('runs/a'\), got str"),
         ({"num_images": 0}, "num_images=0 must be an integer of at least 1"),
         ({"num_images": 2.5}, "num_images=2.5 must be an integer of at least 1"),
         ({"data": load_noise(None).test}, "data must be a data set, .* ImageSplit"),
@@ -108,7 +109,7 @@ def test_images_of_any_channels_are_drawn(channels, monkeypatch):
 def test_other_arguments_raise(options, message, workdir):
     run = training.load_run(workdir)
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
-        report(run, **options)
+        report(**{"run": run, **options})
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ def test_each_problem_is_a_sentence_with_a_fix(tmp_path, datasets, make):
     two = {"coarse": (kind, [0, 1]), "fine": (kind, [0, 1])}
     several = make([1, 2], [0, 1], datasets.Value("int64"), **two)
     cases = {
-        r"no column of labels named 'label', but coarse, fine: dataset.rename_co": (
+        r"no column of labels named 'label', but coarse, fine: rename one of th": (
             several
         ),
         r"has no column of images, only 'label': cast it to datasets.Image$": (

@@ -60,6 +60,7 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
             f"data.canvas={shorten(canvas)} must be an integer of at least "
             f"{max(shape[:2])}, the size of the images of {shape[0]}x{shape[1]} pixels"
         )
+    canvas = int(canvas)
     # The test images are placed both ways.
     count = (len(data.validation) + 2 * len(data.test)) * shape[2]
     max_canvas = math.isqrt(MAX_EVAL_BYTES // max(1, count))

@@ -194,7 +194,7 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
         if is_integer:
             limit = "at least 1" if size < 1 else f"at most {MAX_IMAGE_SIZE}"
         raise ValueError(f"data.image_size={shorten(size)} must be {limit}")
-    return (*frames, size, size, channels)
+    return (*frames, int(size), int(size), channels)
 
 
 def stored_shape(config: ConfigDict, info: ImageInfo) -> tuple[int, ...]:

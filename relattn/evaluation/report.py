@@ -208,7 +208,7 @@ def _image_parts(
     names = [printable(name) for name in require_kind(run, "images").class_names]
     predicted = probabilities.argmax(axis=-1)
     # The largest of NaN would be the first class.
-    defined = ~np.isnan(probabilities).any(axis=-1)
+    defined = ~np.asarray(np.isnan(probabilities).any(axis=-1))
     counts = confusion_matrix(labels[defined], predicted[defined], len(names))
     totals, right = np.bincount(labels, minlength=len(names)), counts.diagonal()
     rows = [
@@ -224,7 +224,7 @@ def _image_parts(
         f"({probabilities[i, predicted[i]]:.0%})"
         for i in errors
     ]
-    shown = zip(predicted[:NUM_MAPS], defined, strict=False)
+    shown = [(predicted[i], defined[i]) for i in range(min(NUM_MAPS, len(labels)))]
     parts = [
         "<h2>Confusion matrix</h2>",
         f"<p>{len(labels):,} test images, {100 * right.sum() / len(labels):.2f}% "

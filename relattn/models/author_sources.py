@@ -174,12 +174,13 @@ def _count_patches(tensors: Tensors, settings: Mapping[str, Any], side: int) -> 
     """Returns the number of patches of an image."""
     if "pos_embedding" in tensors:
         return tensors["pos_embedding"].shape[1] - 1
-    rows = [len(x) for key, x in tensors.items() if key.endswith("unique_params")]
-    if rows:
-        # (2 s - 1)^2 offsets of a grid of s x s patches, and three rows for CLS.
-        return ((math.isqrt(rows[0] - 3) + 1) // 2) ** 2
     if "image_size" in settings:
         return math.prod(image_size(settings)) // side**2
+    rows = [len(x) for key, x in tensors.items() if key.endswith("unique_params")]
+    # (2 s - 1)^2 offsets of a grid of s x s patches, and three rows for CLS.
+    offsets = max(rows[0] - 3, 0) if rows else 0
+    if offsets % 2 and math.isqrt(offsets) ** 2 == offsets:
+        return ((math.isqrt(offsets) + 1) // 2) ** 2
     raise ValueError(
         "no tensor shows the size of the images: set image_size in a config.json "
         "beside the checkpoint"

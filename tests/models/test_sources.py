@@ -381,6 +381,20 @@ def test_patches_of_translution(width, given, patch):
     assert config["image_shape"] == [3 * side, 3 * side, channels]
 
 
+def test_sizes_of_translution_without_positions():
+    tensors = unwrap(read_safetensors(FIXTURES / "translution" / "model.safetensors"))
+    del tensors["pos_embedding"]
+    settings = {"num_heads": 2}
+    assert SOURCES["translution"](tensors, settings).config["image_shape"] == [6, 6, 3]
+    # 3 x 7 offsets of a grid of 2 x 4, and three rows for CLS.
+    for name in [name for name in tensors if name.endswith("unique_params")]:
+        tensors[name] = tensors[name][:24]
+    with pytest.raises(ValueError, match="set image_size in a config.json"):
+        SOURCES["translution"](tensors, settings)
+    settings["image_size"] = [4, 8]
+    assert SOURCES["translution"](tensors, settings).config["image_shape"] == [4, 8, 3]
+
+
 TIMM = {"num_heads": HEADS, "image_size": [4, 6]}
 HF_VIT = json.loads((FIXTURES / "hf_vit" / "config.json").read_text())
 GPT2 = {"n_head": HEADS}

@@ -323,20 +323,15 @@ class Parser(argparse.ArgumentParser):
                 value, or a ``--flagfile`` or ``--import`` cannot be read.
         """
         words = [*_expand_flagfiles(sys.argv[1:] if args is None else args)]
+        # Before argparse misses a required option whose name is mistyped.
+        self._check_known(words)
         self._check_repeated(words)
         # An option may stand between two arguments without a name.
         mixed = bool(self._get_positional_actions())
         parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
         given, unknown = parse(words, namespace)
-        names = [f"--{name}" for name in vars(given)]
         if self._overrides:
             given.overrides, unknown = split_overrides(unknown)
-        if unknown and unknown[0].startswith("--"):
-            name = unknown[0].partition("=")[0]
-            hint = closest(name, names)
-            if self._overrides:
-                hint += f"; a key of the configuration is written --config.{name[2:]}"
-            raise ValueError(f"unknown option {name}: {hint}")
         if unknown:
             raise ValueError(
                 f"unexpected argument {unknown[0]!r}: options are --name=value"
@@ -350,6 +345,23 @@ class Parser(argparse.ArgumentParser):
         for name in values.pop("import"):
             _import(name)
         return given
+
+    def _check_known(self, words: Sequence[str]) -> None:
+        """Refuses unknown options."""
+        known = self._option_string_actions
+        for word in words:
+            if word == "--":
+                break
+            name = word.partition("=")[0]
+            if name in known or not name.startswith("--"):
+                continue
+            if self._overrides and _OVERRIDE.match(word):
+                continue
+            names = [x for x in known if x.startswith("--") and x != "--help"]
+            hint = closest(name, names)
+            if self._overrides:
+                hint += f"; a key of the configuration is written --config.{name[2:]}"
+            raise ValueError(f"unknown option {name}: {hint}")
 
     def _check_repeated(self, words: Sequence[str]) -> None:
         """Refuses an option that is given twice; argparse would keep the last."""

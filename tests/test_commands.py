@@ -394,6 +394,11 @@ DEMO = "--config=configs/demo.py"
             "--output is empty (unset shell variable?): name a directory",
         ),
         ("train", [], "the following arguments are required: --config, --workdir"),
+        (
+            "train",
+            ["--workdri=x"],
+            "unknown option --workdri: did you mean '--workdir'",
+        ),
         ("train", ["--flagfile=/no/such"], "--flagfile cannot be read: "),
         ("train", ["--flagfile"], "--flagfile cannot be read: "),
         ("train", [DEMO, "--workdir="], "--workdir is empty (unset shell variable?)"),

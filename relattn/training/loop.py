@@ -509,7 +509,10 @@ class TrainLoop:
         if self._shows_progress:
             # Where the output is closed, the run goes on.
             with contextlib.suppress(OSError):
-                tqdm.write(printable(text[0].upper() + text[1:]))
+                # The name of a configuration key keeps its case.
+                if not text.startswith("config."):
+                    text = text[0].upper() + text[1:]
+                tqdm.write(printable(text))
 
     def announce(self, available: int) -> None:
         """Prints what the run is about to do.

@@ -60,6 +60,17 @@ IMAGE_OPTIONS = {
     "num_workers": 0,
 }
 
+# Those without a default, or whose default depends on the images.
+_OTHER_OPTIONS = ("name", "image_size", "mean", "std", "interpolation", "crop_pct")
+_TEXT_OPTIONS = (
+    "source",
+    "name",
+    "data_dir",
+    "context_length",
+    "tokenizer",
+    "bpe_dir",
+    "windows_per_epoch",
+)
 _VOLUME_OPTIONS = (
     "source",
     "standardize",
@@ -258,6 +269,7 @@ def _check_name(config: ConfigDict) -> None:
 
 def _check_effect(config: ConfigDict, *, in_memory: bool) -> None:
     """Refuses options that would have no effect on images."""
+    _check_known(config, (*IMAGE_OPTIONS, *_OTHER_OPTIONS))
     source = config.get("source", "embedded")
     files = "a data.source of image files, such as 'folder'"
     needs = {
@@ -355,6 +367,7 @@ def _load_listed(config: ConfigDict) -> DataSource:
 
 def _load_moving_digits(config: ConfigDict) -> DataSource:
     """Makes moving digits; refuses options that would have no effect."""
+    _check_known(config, (*IMAGE_OPTIONS, *_OTHER_OPTIONS))
     for option, default in IMAGE_OPTIONS.items():
         value = config.get(option, default)
         if option not in _VOLUME_OPTIONS and value != default:
@@ -371,7 +384,7 @@ def _load_moving_digits(config: ConfigDict) -> DataSource:
 
 def _load_mnist_points(config: ConfigDict) -> DataSource:
     """Makes the sets of points of MNIST."""
-    _check_point_options(config, ("source", "name", *_HELD_OUT))
+    _check_known(config, ("source", "name", *_HELD_OUT))
     return make_mnist_points(
         config.get("num_validation", 0), config.get("split_seed", 0)
     )
@@ -380,7 +393,7 @@ def _load_mnist_points(config: ConfigDict) -> DataSource:
 def _load_points(config: ConfigDict) -> DataSource:
     """Reads a file of sets of points."""
     _check_name(config)
-    _check_point_options(config, ("source", "name", "data_dir", *_HELD_OUT))
+    _check_known(config, ("source", "name", "data_dir", *_HELD_OUT))
     return read_points(
         _path(config),
         config.name,
@@ -389,12 +402,19 @@ def _load_points(config: ConfigDict) -> DataSource:
     )
 
 
-def _check_point_options(config: ConfigDict, known: Sequence[str]) -> None:
-    """Refuses options that points do not have."""
+def _load_text(config: ConfigDict) -> DataSource:
+    """Loads a text."""
+    _check_known(config, _TEXT_OPTIONS)
+    return load_text(config)
+
+
+def _check_known(config: ConfigDict, known: Sequence[str]) -> None:
+    """Refuses options that a source does not have; `load_data` checks two itself."""
+    source = config.get("source", "embedded")
     for option in config:
         if option not in (*known, "mix", "erase"):
             raise ValueError(
-                f"data.source={config.source!r} has no option data.{option}: "
+                f"data.source={source!r} has no option data.{option}: "
                 f"{closest(option, known)}"
             )
 
@@ -469,7 +489,7 @@ LOADERS: dict[str, Callable[[ConfigDict], DataSource]] = {
     **dict.fromkeys(READERS, load_images),
     "tfds": _load_tfds,
     **dict.fromkeys(LISTS, _load_listed),
-    "text": load_text,
+    "text": _load_text,
     "moving_digits": _load_moving_digits,
     "points": _load_points,
     "mnist_points": _load_mnist_points,

@@ -218,6 +218,15 @@ def test_statistics_that_are_not_finite_are_refused():
 def test_unknown_image_options_raise():
     with pytest.raises(TypeError, match="no option 'canvsa': did you mean 'canvas'"):
         image_options("mnist", 28, canvsa=84)
+    for source in ("embedded", "folder", "tfds", "moving_digits"):
+        config = image_options("mnist", 28, source=source)
+        config.standardise = True
+        message = f"'{source}' has no option data.standardise: did you mean 'standardi"
+        with pytest.raises(ValueError, match=message):
+            load_data(config)
+    message = "'text' has no option data.context_lenght: did you mean 'context_length'"
+    with pytest.raises(ValueError, match=message):
+        load_data(ConfigDict({"source": "text", "context_lenght": 8}))
 
 
 @pytest.mark.parametrize(

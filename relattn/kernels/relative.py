@@ -116,10 +116,9 @@ def relative_attention(
     )
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
     q = finite_masked(q, key_mask)
-    if mask is not None:
-        # Hides keys that it shows to tokens of other segments only.
-        mask = mask_segments(mask, segment_ids)
-    k, v, key_mask = zero_unseen(k, v, key_mask, mask)
+    # Keys that the mask shows to tokens of other segments only are unseen.
+    seen = None if mask is None else mask_segments(mask, segment_ids)
+    k, v, key_mask = zero_unseen(k, v, key_mask, seen)
 
     def in_blocks(q, k, v, key_mask, segments, bias):
         del segments
@@ -227,11 +226,12 @@ def causal_relative_attention(
     bias = past_rows(bias, "bias", length, axis=-1)
 
     q = finite_masked(q, key_mask)
+    seen = None
     if mask is not None:
-        # Hides keys that it shows to earlier tokens, or beyond the window, only.
+        # Keys that it shows to earlier tokens, or beyond the window, only are unseen.
         past = causal_mask(0, length, length, window)
-        mask = combine_masks(mask_segments(mask, segment_ids), past)
-    k, v, key_mask = zero_unseen(k, v, key_mask, mask)
+        seen = combine_masks(mask_segments(mask, segment_ids), past)
+    k, v, key_mask = zero_unseen(k, v, key_mask, seen)
     # Zeros for the offsets of later keys, which the mask excludes.
     future = (length - 1, 0)
 

@@ -353,7 +353,8 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 break
             name = word.partition("=")[0]
-            if name in known or not name.startswith("--"):
+            # With spaces, it is a value to argparse, such as a text.
+            if name in known or not name.startswith("--") or " " in name:
                 continue
             if self._overrides and _OVERRIDE.match(word):
                 continue

@@ -360,7 +360,11 @@ DEMO = "--config=configs/demo.py"
             ["--workdir=x", "--seed=10**30"],
             "--seed: invalid int value",
         ),
-        ("relattn.evaluation.sample", ["--workdir={}/no"], "no complete checkpoint in"),
+        (
+            "relattn.evaluation.sample",
+            ["--workdir={}/no", "--prompt", "-- a text = with spaces"],
+            "no complete checkpoint in",
+        ),
         (
             "relattn.evaluation.predict",
             ["--workdir={}", "--input={}"],

@@ -117,7 +117,8 @@ def usable_workdir(workdir: str | Path) -> Path:
     if (folder / WEIGHTS).exists():
         raise WorkdirError(
             f"--workdir {printable(str(workdir))} holds a saved model ({WEIGHTS}), in "
-            "place of which no program would load the run: choose another directory"
+            "place of which no program would load the run: move it away, or choose "
+            "another directory"
         )
     return folder
 

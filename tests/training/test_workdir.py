@@ -237,5 +237,5 @@ def test_paths_in_which_orbax_loses_its_files_are_refused(name, tmp_path):
 def test_a_directory_of_a_saved_model_is_refused(tmp_path):
     (tmp_path / "model.safetensors").touch()
     assert_refused(
-        lambda: usable_workdir(tmp_path), "--workdir", "saved model", "choose"
+        lambda: usable_workdir(tmp_path), "--workdir", "saved model", "move it away"
     )

@@ -146,7 +146,7 @@ def prepare_files(
         if not 0 < cut < total:
             raise ValueError(
                 f"{total} bytes of text with val_fraction={val_fraction} leave no text "
-                "for training or validation: use more text"
+                "for training or validation: use more text, or files for --validation"
             )
         splits = {
             "train": _pieces(inputs, sizes, 0, cut, tokenizer, field),
@@ -478,6 +478,11 @@ def _write(
                     counted(encode_pieces(pieces, tokenizer)),
                     tokenizer.vocab_size,
                 )
+                if not counts[FILES[name]]:
+                    raise ValueError(
+                        f"the {name} text has no tokens: use more text, or pass files "
+                        "that have some"
+                    )
         for path, complete in zip(partial, final, strict=True):
             path.replace(complete)
         meta = TokenMeta(tokenizer.name, tokenizer.vocab_size, counts, origin)

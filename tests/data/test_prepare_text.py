@@ -251,6 +251,28 @@ def test_text_too_short_to_split_raises(tmp_path):
         prepare_files(write(tmp_path, a="a"), tmp_path / "out", BYTES)
 
 
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_a_split_without_tokens_raises(tmp_path, split):
+    """Files of JSON Lines may have no text, or none in their last tenth."""
+    names = dict.fromkeys(["train", "validation", "test"], "some text")
+    inputs, validation, test = (
+        [write_lines(tmp_path, f"{name}.jsonl", text)]
+        for name, text in (names | {split: ""}).items()
+    )
+    if split == "validation":
+        inputs, validation = [write_lines(tmp_path, "a.jsonl", "to be", "", "")], []
+    message = f"^the {split} text has no tokens: use more text, or pass files that have"
+    with pytest.raises(ValueError, match=message):
+        prepare_files(
+            inputs,
+            tmp_path / "out",
+            BYTES,
+            validation_inputs=validation,
+            test_inputs=test,
+        )
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_invalid_utf8_is_an_error(tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
     arguments = [f"--input={tmp_path / 'a.txt'}", f"--output={tmp_path / 'out'}"]

@@ -260,7 +260,8 @@ def test_a_split_without_tokens_raises(tmp_path, split):
         for name, text in (names | {split: ""}).items()
     )
     if split == "validation":
-        inputs, validation = [write_lines(tmp_path, "a.jsonl", "to be", "", "")], []
+        inputs = [write_lines(tmp_path, "a.jsonl", "to be", *[""] * 20)]
+        validation = []
     message = f"^the {split} text has no tokens: use more text, or pass files that have"
     with pytest.raises(ValueError, match=message):
         prepare_files(

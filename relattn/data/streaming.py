@@ -6,6 +6,9 @@ import contextlib
 import dataclasses
 import gc
 import io
+import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -515,7 +518,7 @@ def read_batches(
             flags.FLAGS.mark_as_parsed()
         # Each worker computes every num_workers-th batch.
         dataset = dataset.mp_prefetch(
-            grain.MultiprocessingOptions(num_workers), worker_init_fn=_use_cpu
+            grain.MultiprocessingOptions(num_workers), worker_init_fn=_start_worker
         )
     iterator = iter(dataset)
     try:
@@ -533,7 +536,16 @@ def _copy(batch: Batch) -> Batch:
     return {key: np.array(value) for key, value in batch.items()}
 
 
-def _use_cpu(worker: int, num_workers: int) -> None:
-    """Keeps a worker process from claiming an accelerator."""
+def _start_worker(worker: int, num_workers: int) -> None:
+    """Keeps a worker process from claiming an accelerator and from staying alone."""
     del worker, num_workers
     jax.config.update("jax_platforms", "cpu")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends a worker process after its parent, which may have been killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -3,6 +3,8 @@
 import importlib.util
 import itertools
 import shutil
+import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -163,6 +165,28 @@ def test_short_side_default_scales_with_image_size(config):
     del config.image_size
     splits = load_data(config).eval_splits
     assert (splits["test"].image_size, splits["test"].short_side) == (224, 256)
+
+
+KILLED = """
+import multiprocessing, os, signal
+import numpy as np
+from relattn.data.streaming import read_batches
+if __name__ == "__main__":
+    with read_batches([{"label": np.zeros(1)}] * 9, num_workers=1) as batches:
+        next(batches)
+        (worker,) = multiprocessing.active_children()
+        print(worker.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_process_that_is_killed(tmp_path):
+    (tmp_path / "read.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "read.py")]
+    # The worker has the pipe, too: this waits for both.
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=120)
+    assert done.returncode == -signal.SIGKILL and int(done.stdout)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from relattn.training.config_file import read_config
 from relattn.training.metrics_log import Row, read_rows
 from relattn.training.overrides import typed_keys
 from relattn.training.preemption import ENDING, on_signals
+from relattn.training.resume import check_same_config
 from relattn.training.workdir import read_record, read_results
 
 POLL_SECONDS = 0.5
@@ -261,6 +262,7 @@ class Training:
 
         Raises:
             ValueError: If the configuration does not exist or an option is invalid.
+            WorkdirError: If a run of another configuration has ended there.
         """
         config = read_config(self.config, self.options)
         try:
@@ -272,6 +274,8 @@ class Training:
                 raise
             # Missing or damaged: train.py continues or starts again.
             return False
+        if ended:
+            check_same_config(there, config, self.workdir)
         return ended and not differences(there, to_json(config))
 
 

@@ -105,6 +105,35 @@ def check_columns(
         )
 
 
+def check_same_config(
+    before: dict[str, Any], config: ConfigDict, workdir: Path
+) -> None:
+    """Checks that a run can continue with a configuration.
+
+    Args:
+        before: The configuration of the run, as `to_json` returns it.
+        config: The configuration to train.
+        workdir: The run directory, for the message.
+
+    Raises:
+        WorkdirError: If a value differs that must not change. The length of the run may
+            change, unless the schedule is the cosine.
+    """
+    has_cosine = config.schedule.name == "cosine"
+    free = MAY_CHANGE_ON_RESUME if has_cosine else (*MAY_CHANGE_ON_RESUME, *LENGTH_KEYS)
+    differing = differences(before, to_json(config), free)
+    if differing:
+        hint = "choose another directory or the same values"
+        if not differences(
+            before, to_json(config), (*MAY_CHANGE_ON_RESUME, *LENGTH_KEYS)
+        ):
+            hint += ", since the cosine schedule depends on the length of the run"
+        raise WorkdirError(
+            f"--workdir {workdir} holds a run of another configuration "
+            f"({'; '.join(differing)}): {hint}"
+        )
+
+
 def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
     """Reads the metadata of the checkpoint that a run resumes from.
 
@@ -133,19 +162,7 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
         return None
     step, meta = latest
     before = to_json(complete(meta["config"]))
-    has_cosine = config.schedule.name == "cosine"
-    free = MAY_CHANGE_ON_RESUME if has_cosine else (*MAY_CHANGE_ON_RESUME, *LENGTH_KEYS)
-    differing = differences(before, to_json(config), free)
-    if differing:
-        hint = "choose another directory or the same values"
-        if not differences(
-            before, to_json(config), (*MAY_CHANGE_ON_RESUME, *LENGTH_KEYS)
-        ):
-            hint += ", since the cosine schedule depends on the length of the run"
-        raise WorkdirError(
-            f"--workdir {workdir} holds a run of another configuration "
-            f"({'; '.join(differing)}): {hint}"
-        )
+    check_same_config(before, config, workdir)
     per_epoch = read_info(meta["data"]).steps_per_epoch(config.batch_size)
     num_steps, eval_every = run_length(config, per_epoch)
     planned, _ = run_length(complete(meta["config"]), per_epoch)

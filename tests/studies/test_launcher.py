@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from relattn.training import WorkdirError
 from relattn.training.config_file import read_config
 from studies import launcher
 from studies.launcher import Training, train
@@ -38,6 +39,16 @@ def test_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
     training.overrides = ["--config.progress=False"]
     assert training.is_complete()
     training.overrides = ["--config.num_epochs=30"]
+    with pytest.raises(WorkdirError, match="the cosine schedule depends on the length"):
+        training.is_complete()
+    training.overrides = ["--config.model.dim=8"]
+    with pytest.raises(WorkdirError, match=r"another configuration \(model.dim: .* 8"):
+        training.is_complete()
+    constant = "--config.schedule.name=constant"
+    values = json.loads((tmp_path / "run.json").read_text())
+    values["config"]["schedule"]["name"] = "constant"
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    training.overrides = [constant, "--config.num_epochs=30"]
     assert not training.is_complete()
     assert not make_training(tmp_path, step=40).is_complete()
     assert make_training(tmp_path, step=40, stopped_early=True).is_complete()

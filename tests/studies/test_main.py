@@ -119,8 +119,10 @@ def test_study_continues_after_a_failure_and_trains_missing_runs(
     assert [training.name for training in failed] == ["fails, seed 0"]
     assert "tiny: 1 of 2 runs to train" in capfd.readouterr().out
     assert again.splitlines()[:5] == text.splitlines()[:5]
-    _, failed = __main__.run_study("tiny", tmp_path, overrides=[*TINY[1:]])
-    assert len(failed) == 2
+    # Other options of a finished run are refused, and its table is kept.
+    with pytest.raises(WorkdirError, match="another configuration"):
+        __main__.run_study("tiny", tmp_path, overrides=[*TINY[1:]])
+    assert (tmp_path / "table.md").read_text() == again
 
 
 def test_rpe_vit_preset_has_nine_models_on_two_data_sets():

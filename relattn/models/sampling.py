@@ -63,7 +63,9 @@ def _draw(key, logits, temperature, top_k, top_p):
     if top_k:
         kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < kept, -jnp.inf, logits)
-    logits = logits / temperature
+    # The largest stays finite, 0, also where a tiny temperature is 0 as a float32.
+    logits = logits - logits.max(-1, keepdims=True)
+    logits = logits / jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
     # So do tokens outside the nucleus.
     if top_p is not None:
         ordered = jnp.sort(logits, axis=-1, descending=True)

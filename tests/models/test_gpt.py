@@ -345,6 +345,9 @@ def test_prompt_lengths_and_temperatures_do_not_recompile(monkeypatch):
     np.testing.assert_array_equal(cold[:, :5], tokens[:, :5])
     assert len(traced) == once > 0
     np.testing.assert_array_equal(draw(5, 0.0), cold)
+    # Logits divided by these overflow, and the last is 0 as a float32.
+    for tiny in (1e-38, 1e-39, 1e-99):
+        np.testing.assert_array_equal(draw(5, tiny), cold)
 
 
 def test_samples_follow_the_distribution():

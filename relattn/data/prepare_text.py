@@ -376,13 +376,24 @@ def _read_field(line: bytes, field: str) -> str:
     text = values[field]
     if not isinstance(text, str):
         raise ValueError(f"has no text as its {field!r}: pass another name by --field")
-    if not _is_unicode(text):
+    if not is_unicode(text):
         raise ValueError("has half of a surrogate pair, \\ud8..: correct the line")
     return text
 
 
-def _is_unicode(text: str) -> bool:
-    """Returns whether a text has no half of a surrogate pair, which has no UTF-8."""
+def is_unicode(text: str) -> bool:
+    r"""Returns whether a text has no half of a surrogate pair, which has no UTF-8.
+
+    Args:
+        text: A text.
+
+    Returns:
+        Whether it has UTF-8.
+
+    Example:
+        >>> is_unicode("caf\u00e9"), is_unicode("caf\ud800")
+        (True, False)
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -27,7 +27,7 @@ from relattn.data import (
     read_images,
     read_point_sets,
 )
-from relattn.data.prepare_text import LINES_SUFFIXES
+from relattn.data.prepare_text import LINES_SUFFIXES, is_unicode
 from relattn.data.text import TokenMeta
 from relattn.data.tokenizers import (
     FILE_PREFIX,
@@ -193,7 +193,7 @@ def attention_weights(
 ) -> Float[np.ndarray, "batch heads n n"]:
     """Computes the attention weights of a layer; see `Run.attention_weights`."""
     if run.data.kind == "tokens":
-        tokens = read_tokenizer(run).encode(inputs)[None].astype(np.int32)
+        tokens = _encode(read_tokenizer(run), inputs)[None]
         inputs = jnp.asarray(tokens)
     else:
         key, _, batches = _stored(run, inputs, sys.maxsize)
@@ -228,7 +228,7 @@ def generate(
     if not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {shorten(seed)}")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    tokens = [tokenizer.encode(text).astype(np.int32) for text in prompts]
+    tokens = [_encode(tokenizer, text) for text in prompts]
     lengths = [len(row) for row in tokens]
     stop_token = _stop_token(stop, tokenizer)
     out = models.generate(
@@ -253,10 +253,22 @@ def generate(
     return texts[0] if isinstance(prompt, str) else texts
 
 
+def _encode(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " n"]:
+    """Returns the ids of a text; raises ValueError if it is no text."""
+    if not isinstance(text, str):
+        raise ValueError(f"expected a text, a str, got {shorten(text)}")
+    if not is_unicode(text):
+        raise ValueError(
+            f"the text {shorten(text)} has half of a surrogate pair: leave it out, or "
+            "pass the text as UTF-8"
+        )
+    return tokenizer.encode(text).astype(np.int32)
+
+
 def _stop_token(stop: str, tokenizer: Tokenizer) -> int | None:
     if not stop:
         return tokenizer.end_of_text
-    tokens = tokenizer.encode(stop)
+    tokens = _encode(tokenizer, stop)
     if len(tokens) != 1:
         raise ValueError(
             f"stop={shorten(stop)} is {len(tokens)} tokens of the tokenizer "
@@ -359,10 +371,12 @@ def read_text_split(
     first = tokenizer.decode(tokens[:1])
     # A token that ends inside a character decodes to U+FFFD; a byte is one byte.
     skipped = 1 if tokenizer.name == "bytes" else len(first.encode())
+    # That of an unknown word may be longer than the text.
+    num_bytes = max(len(text.encode()) - skipped, 1)
     meta = TokenMeta(tokenizer.name, tokenizer.vocab_size)
     context_length = require_kind(run, "tokens").context_length
     split = TokenSplit(tokens, context_length, meta, str(path))
-    return split, len(text.encode()) - skipped
+    return split, num_bytes
 
 
 @overload

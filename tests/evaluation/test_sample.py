@@ -16,7 +16,7 @@ from relattn.evaluation import perplexity
 from relattn.evaluation import sample as sample_lib
 from relattn.evaluation.report import report
 from relattn.models.pretrained import abstract, build, save_pretrained
-from relattn.training import saved_run
+from relattn.training import predict, saved_run
 from tests.helpers.export import unchecked_annotations
 
 
@@ -75,6 +75,24 @@ def test_a_stop_text_ends_the_continuation(workdir):
     assert cut == ["To be" + text[5:].partition(stop)[0] for text in texts]
     with pytest.raises(ValueError, match="stop='end' is 3 tokens .*: pass a text of"):
         run.generate("To be", stop="end")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (7, "^expected a text, a str, got 7$"),
+        ("a\ud83d", r"^the text 'a\\ud83d' has half of a surrogate pair: leave it out"),
+    ],
+)
+def test_what_is_no_text_is_refused(workdir, text, message):
+    run = training.load_run(workdir)
+    for call in (
+        lambda: run.generate(["To be", text]),
+        lambda: run.generate("To be", stop=text),
+        lambda: run.attention_weights(text),
+    ):
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_command_prints_the_text(workdir, capsys):
@@ -219,6 +237,19 @@ def test_perplexity_of_a_text_file(workdir, tmp_path, capsys):
         perplexity.main([f"--workdir={folder}", f"--input={path}"])
         printed = capsys.readouterr().out
         assert f"{bits:.4f} bits per byte, on {len(tokens) - 1} tokens" in printed
+
+
+def test_an_unknown_word_longer_than_the_text(workdir, tmp_path, monkeypatch):
+    words = SimpleNamespace(
+        name="words",
+        vocab_size=256,
+        encode=lambda text: np.array([7, 7], np.uint16),
+        decode=lambda tokens: "[UNKNOWN]" * len(tokens),
+    )
+    monkeypatch.setattr(predict, "read_tokenizer", lambda *arguments: words)
+    (tmp_path / "a.txt").write_text("a b")
+    found = training.load_run(workdir).evaluate(tmp_path / "a.txt")
+    assert found["bits_per_byte"] == found["bits_per_token"] > 0
 
 
 @pytest.mark.parametrize(

@@ -522,7 +522,8 @@ def read_batches(
         )
     iterator = iter(dataset)
     try:
-        yield map(_copy, iterator)
+        # Ends at an error: the next batch of a worker that failed never comes.
+        yield (_copy(batch) for batch in iterator)
     finally:
         iterator.close()
         if num_workers:

@@ -21,7 +21,7 @@ from relattn.data.image_transforms import (
 )
 from relattn.data.prepare import check_archives
 from relattn.data.prepare import main as prepare
-from relattn.data.streaming import Photographs
+from relattn.data.streaming import EvalBatches, Photographs, read_batches
 from tests.data.conftest import encode_photograph
 from tests.helpers.shards import check_shards_equal_batches
 
@@ -202,6 +202,19 @@ def test_worker_processes_yield_the_same_batches(config):
         # A copy, not a view of the workers' shared memory.
         assert type(actual[step]["image"]) is np.ndarray
     assert "tensorflow" not in sys.modules
+
+
+def test_batches_end_at_an_error():
+    class Damaged(list):
+        def __getitems__(self, keys):
+            raise RuntimeError("damaged")
+
+    images = Photographs(Damaged(), np.arange(5), 3, "FOLDER")
+    source = EvalBatches(images, batch_size=1, image_size=3, short_side=4)
+    with read_batches(source, num_workers=0) as batches:
+        with pytest.raises(ValueError, match="records 0 of FOLDER"):
+            next(batches)
+        assert not list(batches)
 
 
 def test_place_is_applied_to_batches(config):

@@ -23,6 +23,7 @@ from relattn.evaluation.shift_runs import ShiftRun, check_runs
 from relattn.evaluation.shift_tables import summary, write_csv
 from relattn.files import replace_file
 from relattn.messages import shorten
+from relattn.offsets import is_whole
 from relattn.training import Run
 from relattn.training.draws import check_draws
 from relattn.training.errors import explain_write_errors
@@ -179,8 +180,7 @@ def _first(
 ) -> ImageSplit | StreamedSplit:
     if num_images is None:
         return split
-    is_integer = isinstance(num_images, int | np.integer)
-    if not is_integer or not 1 <= num_images <= len(split):
+    if not is_whole(num_images) or not 1 <= num_images <= len(split):
         raise ValueError(
             f"num_images={shorten(num_images)} must be an integer from 1 to "
             f"{len(split)}, the number of test images"

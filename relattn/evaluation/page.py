@@ -33,6 +33,7 @@ from relattn.evaluation.shift import (
 from relattn.evaluation.shift_runs import ShiftRun, check_runs
 from relattn.files import usable_file
 from relattn.messages import printable, shorten
+from relattn.offsets import is_whole
 from relattn.training import Run, make_predict_fn
 from relattn.training.workdir import write_text
 
@@ -111,7 +112,7 @@ class Page:
                     f"got {len(texts)} {key} for {len(runs)} runs: pass one for each"
                 )
         for key, number in (("num_shown", num_shown), ("num_images", num_images)):
-            if not isinstance(number, int | np.integer) or number < 1:
+            if not is_whole(number) or number < 1:
                 raise ValueError(
                     f"{key}={shorten(number)} must be an integer of at least 1"
                 )

@@ -25,6 +25,7 @@ from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.evaluation.figures import plain
 from relattn.files import expand, usable_file
 from relattn.messages import printable, shorten
+from relattn.offsets import is_whole
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
 from relattn.training.given_data import check_source, require_data
@@ -81,12 +82,10 @@ def report(
         raise ValueError(
             f"run must be a run, such as load_run('runs/a'), got {type(run).__name__}"
         )
-    if num_images is not None:
-        is_integer = isinstance(num_images, int | np.integer)
-        if not is_integer or num_images < 1:
-            raise ValueError(
-                f"num_images={shorten(num_images)} must be an integer of at least 1"
-            )
+    if num_images is not None and (not is_whole(num_images) or num_images < 1):
+        raise ValueError(
+            f"num_images={shorten(num_images)} must be an integer of at least 1"
+        )
     check_source(data)
     undrawn = "points" if run.data.kind == "points" else ""
     if run.data.kind == "images" and len(run.data.image_shape) != 3:

@@ -31,6 +31,7 @@ from relattn.data import (
 )
 from relattn.data.preprocess import channel_mean_std
 from relattn.messages import check_choice, printable, shorten
+from relattn.offsets import is_whole
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import MAY_CHANGE_ON_RESUME, flatten
 
@@ -113,8 +114,7 @@ def check_shift(max_shift: int, axis: str, image_size: int) -> None:
     """
     if axis not in AXES:
         raise ValueError(f"axis must be x, y or xy, got {axis!r}")
-    is_integer = isinstance(max_shift, int | np.integer)
-    if not is_integer or not 0 <= max_shift < image_size:
+    if not is_whole(max_shift) or not 0 <= max_shift < image_size:
         raise ValueError(
             f"max_shift={shorten(max_shift)} does not fit images of {image_size} "
             f"pixels: choose an integer from 0 to {image_size - 1}"

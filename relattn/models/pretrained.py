@@ -38,6 +38,7 @@ from relattn.models.variable_names import (
     flatten,
     unflatten,
 )
+from relattn.offsets import is_whole
 
 if TYPE_CHECKING:
     from relattn.data import Tokenizer
@@ -370,7 +371,7 @@ def load_pretrained(
         if module.inputs != "images":
             raise ValueError(f"image_size={image_size} needs a model of images")
         pair: Any = image_size if np.ndim(image_size) else (image_size,) * 2
-        if len(pair) != 2 or not all(isinstance(x, int | np.integer) for x in pair):
+        if len(pair) != 2 or not all(map(is_whole, pair)):
             raise ValueError(
                 "image_size must be a whole number, or two (height and width), got "
                 f"{shorten(image_size)}"

@@ -466,8 +466,8 @@ def draw_validation(
     is_integer = isinstance(num_validation, int | np.integer)
     if not is_integer or not 0 <= num_validation < num_examples:
         raise ValueError(
-            f"data.num_validation={shorten(num_validation)} must be from 0 to "
-            f"{num_examples - 1}, to leave some of the {num_examples} training "
+            f"data.num_validation={shorten(num_validation)} must be an integer from 0 "
+            f"to {num_examples - 1}, to leave some of the {num_examples} training "
             "examples for training"
         )
     if not isinstance(split_seed, int | np.integer) or split_seed < 0:

@@ -145,7 +145,7 @@ def check_statistics(config: ConfigDict, info: DataInfo) -> None:
 of channel 0 of grey are equal: set data.standardize=False, or use other images
     """
     chosen = config.get("standardize", False)
-    if not isinstance(chosen, bool):
+    if chosen not in (True, False):
         # The text "False" would count as true.
         raise ValueError(f"data.standardize={shorten(chosen)} must be True or False")
     if info.kind != "images" or not chosen:

@@ -48,7 +48,7 @@ def test_validation_split_does_not_copy():
 
 @pytest.mark.parametrize("num_validation", [-1, 23, 24, 0.1])
 def test_num_validation_out_of_range_raises(num_validation):
-    message = f"data.num_validation={num_validation} must be from 0 to 22"
+    message = f"data.num_validation={num_validation} must be an integer from 0 to 22"
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         split_validation(numbered_split(23), num_validation, 0)
 

@@ -62,7 +62,7 @@ def test_validation_images_depend_on_split_seed_only():
         ),
         (
             {"name": "mnist", "num_validation": 5000},
-            "data.num_validation=5000 must be from 0 to 4999, ",
+            "data.num_validation=5000 must be an integer from 0 to 4999, ",
         ),
     ],
 )

@@ -103,6 +103,7 @@ def test_negative_image_size_in_config_raises():
         input_shape(ConfigDict({"image_size": 8.0}), info)
     with pytest.raises(ValueError, match="standardize='False' must be True or False"):
         make_preprocess(ConfigDict({"standardize": "False"}), info)
+    make_preprocess(ConfigDict({"standardize": 1}), info)
 
 
 def test_floats_are_refused():

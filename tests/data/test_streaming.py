@@ -246,7 +246,10 @@ def test_place_is_applied_to_batches(config):
             {"augment": "randaugment(magnitude=31)"},
             "randaugment: magnitude=31 must be within 0 .. 30",
         ),
-        ({"num_validation": 23}, "data.num_validation=23 must be from 0 to 22, "),
+        (
+            {"num_validation": 23},
+            "data.num_validation=23 must be an integer from 0 to 22, ",
+        ),
     ],
 )
 def test_invalid_options_raise(config, keys, message):

@@ -48,9 +48,15 @@ class UnreadableImageError(ValueError):
     """
 
     def __init__(self, where: str, problem: str, hint: str = ""):
-        ending = f": {hint}" if hint else ""
-        super().__init__(f"{where} cannot be read as an image ({problem}){ending}")
+        # Arguments with which a worker process can send the error.
+        super().__init__(where, problem, hint)
         self.problem = problem
+
+    def __str__(self) -> str:
+        """Returns the message."""
+        where, problem, hint = self.args
+        ending = f": {hint}" if hint else ""
+        return f"{where} cannot be read as an image ({problem}){ending}"
 
 
 def open_image(source: Path | io.BytesIO, where: str, hint: str = "") -> Image.Image:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 import struct
 import zlib
 
@@ -11,6 +12,7 @@ from PIL import Image, ImageOps
 
 from relattn.data import image_io
 from relattn.data.image_io import (
+    UnreadableImageError,
     check_background,
     check_image,
     decode_image,
@@ -361,3 +363,9 @@ def test_unknown_background_raises():
     check_background("#fff")
     with pytest.raises(ValueError, match="unknown data.background 'wite': choose a c"):
         check_background("wite")
+
+
+def test_a_worker_process_can_send_the_error():
+    error = UnreadableImageError("a.png", "truncated", "replace it")
+    sent = pickle.loads(pickle.dumps(error))
+    assert str(sent) == str(error) and sent.problem == error.problem

@@ -267,15 +267,17 @@ def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
     """
     check_labels(trained, data, where)
     before, now = dataclasses.asdict(trained), dataclasses.asdict(data)
+
+    def is_same(name: str) -> bool:
+        values = before[name], now.get(name)
+        if name in ("mean", "std") and np.shape(values[0]) == np.shape(values[1]):
+            return np.allclose(*values, rtol=1e-4)
+        return values[0] == values[1]
+
     differing = [
-        f"{name}: {before[name]} there, {now[name]} now"
+        f"{name}: {before[name]} there, {now.get(name, 'none')} now"
         for name in before
-        if name != "origin"
-        and not (
-            np.allclose(before[name], now[name], rtol=1e-4)
-            if name in ("mean", "std")
-            else before[name] == now[name]
-        )
+        if name != "origin" and not is_same(name)
     ]
     if differing:
         raise CheckpointError(

@@ -14,7 +14,7 @@ from relattn.nn import build
 from relattn.training import loop
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps, read_meta
 from relattn.training.evaluator import Evaluator
-from relattn.training.resume import replace_lost_best
+from relattn.training.resume import check_same_data, replace_lost_best
 from relattn.training.run_metadata import History, explain_metadata_errors
 from tests.helpers.interrupted import (
     Interrupted,
@@ -101,6 +101,16 @@ def test_data_that_changed_are_refused(config, tmp_path, one_device):
     assert sorted(tmp_path.rglob("*")) == before
     moved = dataclasses.replace(data, origin="another folder")
     training.train_and_evaluate(config, tmp_path, data=moved, devices=one_device)
+
+
+def test_data_of_other_channels_or_another_kind_are_refused():
+    info = make_data().info
+    grown = {"mean": (*info.mean, 0.5), "std": (*info.std, 0.5)}
+    wider = dataclasses.replace(info, image_shape=(*info.image_shape[:2], 7), **grown)
+    points = data_lib.PointInfo(info.name, info.class_names, (5, 2, 1), 7, "")
+    for other in (wider, points):
+        with pytest.raises(training.CheckpointError, match="image_shape: .* there, "):
+            check_same_data(info, other, Path("x"))
 
 
 def test_training_resumes_where_the_latest_checkpoint_is_also_the_best(

@@ -87,10 +87,18 @@ def make_data(config, folder):
     split = ImageSplit(images, labels)
     names = tuple(map(str, range(num_classes)))
     statistics = channel_statistics(images)
-    # Photographs are augmented one by one, on the host.
-    augment = "none" if SETS[data.name].streamed else data.get("augment", "none")
+    if SETS[data.name].streamed:
+        # Photographs are augmented one by one, on the host.
+        data.augment = "none"
     made = ImageData(
-        data.name, split, split, split, names, *statistics, "noise", augment=augment
+        data.name,
+        split,
+        split,
+        split,
+        names,
+        *statistics,
+        "noise",
+        augment=data.get("augment", "none"),
     )
     return place_on_canvas(made, data) if data.get("placement", "") else made
 

@@ -268,16 +268,15 @@ def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
     check_labels(trained, data, where)
     before, now = dataclasses.asdict(trained), dataclasses.asdict(data)
 
-    def is_same(name: str) -> bool:
-        values = before[name], now.get(name)
-        if name in ("mean", "std") and np.shape(values[0]) == np.shape(values[1]):
-            return np.allclose(*values, rtol=1e-4)
-        return values[0] == values[1]
+    def is_same(name: str, old: Any, new: Any) -> bool:
+        if name in ("mean", "std") and np.shape(old) == np.shape(new):
+            return np.allclose(old, new, rtol=1e-4)
+        return old == new
 
     differing = [
-        f"{name}: {before[name]} there, {now.get(name, 'none')} now"
-        for name in before
-        if name != "origin" and not is_same(name)
+        f"{name}: {old} there, {now.get(name, 'none')} now"
+        for name, old in before.items()
+        if name != "origin" and not is_same(name, old, now.get(name))
     ]
     if differing:
         raise CheckpointError(

@@ -59,7 +59,7 @@ def parse(spec: str, what: str = "") -> tuple[str, dict[str, Any]]:
         f"{shown} is not a spec: write a name, or a name with literal keyword values "
         "such as 'favor(num_features=256)'"
     )
-    tree = _parse_expression(spec) if isinstance(spec, str) else None
+    tree = _parse_expression(spec)
     if tree is None:
         raise problem
     if isinstance(tree, ast.Name):
@@ -335,8 +335,8 @@ def is_finite(value: float | int) -> bool:
 
 
 def _parse_expression(text: str) -> ast.expr | None:
-    """Parses a Python expression; returns None if it is invalid or too long."""
-    if len(text) > MAX_LENGTH:
+    """Parses an expression; returns None if it is no string, invalid or too long."""
+    if not isinstance(text, str) or len(text) > MAX_LENGTH:
         return None
     try:
         with warnings.catch_warnings():

@@ -278,8 +278,8 @@ def imitate_softmax(
         )
     if not isinstance(batches, Iterable) or hasattr(batches, "shape"):
         raise ValueError(
-            "batches must be an iterable of batches of inputs, such as [images], got "
-            f"{shorten(batches)}"
+            "batches must be an iterable of batches of inputs, not an array: pass "
+            "[images] for one update, or list(images) if its first axis counts updates"
         )
     frozen = dict(variables)
     trained, opt_state, history = None, None, []

@@ -185,7 +185,7 @@ def test_attention_without_learned_features_raises():
     message = "optimizer must be one of optax, .* got 0.1"
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         linearize.imitate_softmax(linear, variables, [inputs], 0.1)
-    messages = {"an iterable of batches": inputs, "without labels, got dict": [{}]}
+    messages = {"of inputs, not an array": inputs, "without labels, got dict": [{}]}
     for message, batches in messages.items():
         with unchecked_annotations(), pytest.raises(ValueError, match=message):
             linearize.imitate_softmax(linear, variables, batches, optax.adam(1e-2))

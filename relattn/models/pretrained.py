@@ -347,7 +347,8 @@ def load_pretrained(
     if channels is not None:
         tensors, config = _with_channels(module, tensors, config, channels)
     like, drawn = abstract(module, config), {}
-    if "attention" in changes:
+    saved = read_saved_config(folder / CONFIG)["model"].get("attention")
+    if changes.get("attention", saved) != saved:
         tensors = {
             name: tensor
             for name, tensor in tensors.items()

@@ -369,7 +369,8 @@ def test_another_attention_keeps_parameters_and_draws_features(tmp_path):
     images = jax.random.normal(jax.random.key(1), (2, 4, 6, 1))
     variables = jax.jit(pretrained.build(config).init)(jax.random.key(2), images)
     pretrained.save_pretrained(tmp_path, config, variables)
-    precise = relattn.load_pretrained(tmp_path, model={"precision": "highest"})
+    changes = {"precision": "highest", "attention": "favor"}
+    precise = relattn.load_pretrained(tmp_path, model=changes)
     chex.assert_trees_all_equal(precise.variables, dict(variables))
     softmax = relattn.load_pretrained(tmp_path, model={"attention": "softmax"})
     assert softmax.config["model"]["attention"] == softmax.model.attention == "softmax"

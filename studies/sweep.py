@@ -31,6 +31,9 @@ from relattn.training.workdir import usable_folder, write_json
 from studies.launcher import Training, train
 from studies.report import last_line
 
+# Length limit of the name of a run's folder.
+MAX_NAME = 100
+
 
 def run_sweep(
     config: str, output: str | Path, *, jobs: int = 1, overrides: Sequence[str]
@@ -70,7 +73,7 @@ def run_sweep(
             Training(
                 label=label,
                 config=config,
-                workdir=output / folder_name(label, len(trainings)),
+                workdir=run_folder(output, label, [run.workdir for run in trainings]),
                 seed=given.seed,
                 num_seeds=given.num_seeds,
                 overrides=[*fixed, *options],
@@ -147,19 +150,28 @@ def split_grid(
     return grid, fixed
 
 
-def folder_name(label: str, index: int) -> str:
-    """Returns the name of a run's folder, without special characters.
+def run_folder(output: Path, label: str, before: Sequence[Path]) -> Path:
+    """Returns the folder of a run: that of an earlier sweep, if it trained the values.
 
     Args:
+        output: Folder of the sweep.
         label: The keys and values of the run.
-        index: Number of runs before it.
+        before: The folders of the runs before it.
+
+    Returns:
+        The folder, whose name has no special characters.
 
     Example:
-        >>> folder_name("optimizer.b1=0.9, model.pool=mean", 3)
-        '3-optimizer.b1=0.9_model.pool=mean'
+        >>> run_folder(Path("none"), "optimizer.b1=0.9, model.pool=mean", []).name
+        '0-optimizer.b1=0.9_model.pool=mean'
     """
     plain = re.sub(r"[^\w.=+-]+", "_", label)
-    return f"{index}-{plain}"[:100]
+    name = f"{len(before)}-{plain}"
+    if len(name) > MAX_NAME:
+        return output / name[:MAX_NAME]
+    earlier = set(output.glob(f"*-{plain}")) - {*before}
+    same = [folder for folder in earlier if folder.name.partition("-")[2] == plain]
+    return min(same, default=output / name)
 
 
 def sweep_table(results: Mapping[str, Any], kind: str) -> str:

@@ -58,6 +58,11 @@ def test_each_combination_is_a_run_with_its_options(tmp_path, monkeypatch):
     assert len({training.workdir for training in started}) == 4
     assert text.count("failed: no reason") == 4
     saved = json.loads((tmp_path / "results.json").read_text("utf-8"))
+    # A value before the others does not rename their folders.
+    (tmp_path / "0-seed=6").mkdir()
+    run_sweep("configs/performer.py:smoke", tmp_path, overrides=["--config.seed=5,6,7"])
+    names = [training.workdir.name for training in started[4:]]
+    assert names == ["0-seed=5", "0-seed=6", "2-seed=7"]
     assert saved["runs"][3]["values"] == {"model.attention": "softmax", "seed": "6"}
 
 

@@ -262,8 +262,9 @@ def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
         where: The run's checkpoint, for the message.
 
     Raises:
-        CheckpointError: If anything except ``origin`` differs; statistics of images may
-            differ by rounding.
+        CheckpointError: If anything differs except ``origin`` and the name of a text,
+            which may be that of its folder; statistics of images may differ by
+            rounding.
     """
     check_labels(trained, data, where)
     before, now = dataclasses.asdict(trained), dataclasses.asdict(data)
@@ -273,10 +274,11 @@ def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
             return np.allclose(old, new, rtol=1e-4)
         return old == new
 
+    free = ("origin", "name") if data.kind == "tokens" else ("origin",)
     differing = [
         f"{name}: {old} there, {now.get(name, 'none')} now"
         for name, old in before.items()
-        if name != "origin" and not is_same(name, old, now.get(name))
+        if name not in free and not is_same(name, old, now.get(name))
     ]
     if differing:
         raise CheckpointError(

@@ -103,6 +103,13 @@ def test_data_that_changed_are_refused(config, tmp_path, one_device):
     training.train_and_evaluate(config, tmp_path, data=moved, devices=one_device)
 
 
+def test_the_folder_of_a_text_may_have_another_name():
+    info = data_lib.TextInfo("mine", "bytes", 256, 7, 100, "a file")
+    check_same_data(info, dataclasses.replace(info, name="moved"), Path("x"))
+    with pytest.raises(training.CheckpointError, match="num_train: 100 there, 99 now"):
+        check_same_data(info, dataclasses.replace(info, num_train=99), Path("x"))
+
+
 def test_data_of_other_channels_or_another_kind_are_refused():
     info = make_data().info
     grown = {"mean": (*info.mean, 0.5), "std": (*info.std, 0.5)}

@@ -132,8 +132,8 @@ def _read_folder(
     folder = expand(config.data_dir, "data.data_dir")
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"the folder data.data_dir={folder} is missing: write it with "
-            "`relattn prepare-text`"
+            f"the folder data.data_dir={folder} is missing: set its path if it has "
+            "moved, or write it with `relattn prepare-text`"
         )
     if damage := find_damage(folder):
         raise ValueError(f"{damage}: copy or prepare the text again")

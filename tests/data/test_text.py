@@ -215,7 +215,7 @@ def test_text_shorter_than_a_window_raises(folder):
 
 
 def test_missing_folder_raises(tmp_path):
-    message = r"^the folder data\.data_dir=.*plays is missing: write it with"
+    message = r"^the folder data\.data_dir=.*plays is missing: set its path if it"
     with pytest.raises(FileNotFoundError, match=message):
         load_text(make_config(tmp_path / "plays"))
 

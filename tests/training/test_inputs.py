@@ -169,9 +169,9 @@ def test_inputs_of_photographs_at_another_size(tmp_path, config):
     files = [
         file
         for name in ("a", "b")
-        for file in write_photographs(tmp_path / "train" / name)
+        for file in write_photographs(tmp_path / "data" / "train" / name)
     ]
-    config.data.update(name="mine", source="folder", data_dir=str(tmp_path))
+    config.data.update(name="mine", source="folder", data_dir=str(tmp_path / "data"))
     config.data.update(image_size=8, short_side=11, num_validation=3)
     data = data_lib.load_data(config.data)
     run = make_run(tmp_path, config, data)

@@ -204,15 +204,20 @@ def test_chunk_size_must_be_positive():
         linear_attention(*draw_inputs(), feature_map("relu"), chunk_size=0)
 
 
-def test_memory_is_linear_in_the_length():
+@pytest.mark.parametrize("masked", [False, True])
+def test_memory_is_linear_in_the_length(masked):
     def temporary_bytes(length):
         x = jax.ShapeDtypeStruct((HEADS, length, HEAD_DIM), jnp.float32)
+        exists = jax.ShapeDtypeStruct((length,), bool) if masked else None
 
-        def loss(q, k, v):
-            out = linear_attention(q, k, v, feature_map("positive"), chunk_size=64)
+        def loss(q, k, v, exists):
+            out = linear_attention(
+                q, k, v, feature_map("positive"), key_mask=exists, chunk_size=64
+            )
             return out.sum()
 
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+        gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+        compiled = gradient.lower(x, x, x, exists).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     short, long = temporary_bytes(512), temporary_bytes(2048)

@@ -316,14 +316,18 @@ def test_deep_heads_neither_overflow_nor_underflow(head_dim):
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
 
 
-def test_memory_is_linear_in_the_length():
+@pytest.mark.parametrize("masked", [False, True])
+def test_memory_is_linear_in_the_length(masked):
     def temporary_bytes(length):
         x = jax.ShapeDtypeStruct((HEADS, length, HEAD_DIM), jnp.float32)
+        exists = jax.ShapeDtypeStruct((length,), bool) if masked else None
 
-        def loss(q, k, v):
-            return causal_linear_attention(q, k, v, feature_map("positive")).sum()
+        def loss(q, k, v, exists):
+            features = feature_map("positive")
+            return causal_linear_attention(q, k, v, features, key_mask=exists).sum()
 
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+        gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+        compiled = gradient.lower(x, x, x, exists).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(2048) < 4.5 * temporary_bytes(512)

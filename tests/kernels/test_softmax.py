@@ -194,12 +194,18 @@ def test_half_precision_inputs_are_summed_in_float32(dtype):
     np.testing.assert_array_equal(out, wide.astype(dtype))
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_memory_of_long_sequences_is_linear(causal):
+def test_memory_of_long_sequences_is_linear(causal, masked):
     attend = softmax.causal_softmax_attention if causal else softmax.softmax_attention
-    gradient = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v).sum(), (0, 1, 2)))
     x = jax.ShapeDtypeStruct((1, 8, 2**14, 32), jnp.float32)
-    memory = gradient.lower(x, x, x).compile().memory_analysis()
+    exists = jax.ShapeDtypeStruct((2**14,), bool) if masked else None
+
+    def loss(q, k, v, exists):
+        return attend(q, k, v, key_mask=exists).sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    memory = gradient.lower(x, x, x, exists).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1e9
 
 

@@ -34,6 +34,7 @@ from relattn.kernels.guards import (
 from relattn.kernels.masks import finite_masked
 from relattn.kernels.platform import vary_alike
 from relattn.kernels.precision import wide_einsum, widen
+from relattn.messages import check_choice
 from relattn.offsets import Grid, Torus, check_grid, max_distance
 
 # Where prefix queries stand: at distance clip from all keys, or at (height, 0).
@@ -110,8 +111,7 @@ def banded_attention(
             "table needs one row for each distance from 0 to clip, with clip >= 1: "
             f"expected at least 2 rows, got {len(table)}"
         )
-    if cls not in PLACES:
-        raise ValueError(f"cls must be one of {', '.join(PLACES)}, got {cls!r}")
+    check_choice("cls", cls, PLACES)
     if cls == "corner" and (isinstance(grid, Torus) or len(grid) > 2):
         raise ValueError(
             f"cls='corner' needs a grid with a last row, got {grid}: use cls='far'"

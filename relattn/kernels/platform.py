@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from relattn.messages import check_choice
+
 # A platform and changes of its defaults. Part of the key of `jax.jit`'s cache, unlike a
 # global variable.
 _PLATFORM = jax.make_user_context(None)
@@ -178,14 +180,10 @@ def use_platform(name: str, **changes: Any):
         ...     current_platform(), platform_defaults().fused_linear
         ('gpu', True)
     """
-    if name not in PLATFORM_DEFAULTS:
-        known = ", ".join(sorted(PLATFORM_DEFAULTS))
-        raise ValueError(f"unknown platform {name!r}: choose one of {known}")
+    check_choice("platform", name, PLATFORM_DEFAULTS)
     fields = [field.name for field in dataclasses.fields(PlatformDefaults)]
     for field in changes:
-        if field not in fields:
-            known = ", ".join(fields)
-            raise ValueError(f"unknown setting {field!r}: choose one of {known}")
+        check_choice("setting", field, fields, " of a platform")
     return _PLATFORM((name, tuple(sorted(changes.items()))))
 
 

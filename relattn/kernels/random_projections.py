@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 
-from relattn.messages import shorten
+from relattn.messages import check_choice, shorten
 
 NORMS = ("chi", "fixed")
 # Without a template, Orbax and Flax restore dicts of arrays.
@@ -132,8 +132,7 @@ def draw_orthogonal(
         generate random matrices from the classical compact groups, section 5.
     """
     _check_sizes(num_features, head_dim)
-    if norms not in NORMS:
-        raise ValueError(f"norms must be one of {', '.join(NORMS)}, got {norms!r}")
+    check_choice("norms", norms, NORMS)
     # Q_1, Q_2, ...: enough square blocks for all rows.
     block_key, norm_key = jax.random.split(key)
     num_blocks = -(-num_features // head_dim)

@@ -395,9 +395,7 @@ class BandedAttention(RandomFeatureAttention):
         super().check()
         if self.clip < 1:
             raise ValueError(f"attention 'banded' needs clip >= 1, got {self.clip}")
-        if self.cls not in banded.PLACES:
-            places = " or ".join(map(repr, banded.PLACES))
-            raise ValueError(f"attention 'banded' needs cls={places}, got {self.cls!r}")
+        check_choice("cls", self.cls, banded.PLACES, " of attention 'banded'")
         if not self.position_heads and self.num_heads % 2:
             raise ValueError(
                 "attention 'banded' makes half of the heads position heads: "

@@ -345,7 +345,7 @@ def test_flops_are_linear_in_length_and_clip():
             {"table": np.ones((3, 7))},
             r"same head_dim, got shapes \(16, 5\) and \(3, 7\)",
         ),
-        ({"cls": "middle"}, "cls must be one of far, corner, got 'middle'"),
+        ({"cls": "middle"}, "unknown cls 'middle': available: corner, far"),
         (
             {"cls": "corner", "grid": Torus((3, 5))},
             r"needs a grid with a last row, got Torus\(\(3, 5\)\): use cls='far'",

@@ -391,8 +391,10 @@ def test_a_cpu_computes_the_same_where_kernels_are_chosen(one_device):
 
 
 def test_an_unknown_setting_is_refused():
-    with pytest.raises(ValueError, match="unknown setting 'fused': choose one of"):
+    with pytest.raises(ValueError, match="unknown setting 'fused' of a platform: did"):
         use_platform("gpu", fused=True)
+    with pytest.raises(ValueError, match="unknown platform 'gpus': did you mean 'gpu'"):
+        use_platform("gpus")
 
 
 def test_versions_of_jax_that_have_the_backend():

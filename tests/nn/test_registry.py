@@ -66,7 +66,7 @@ SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
         ),
         ("banded", "none", {"num_heads": 3}, "heads must be even, got 3"),
         ("banded(clip=0)", "none", {}, "needs clip >= 1, got 0"),
-        ("banded(cls='cls')", "none", {}, "needs cls='far' or 'corner', got 'cls'"),
+        ("banded(cls='cls')", "none", {}, "unknown cls 'cls' of attention 'banded'"),
         (
             "banded",
             "none",

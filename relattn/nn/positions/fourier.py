@@ -364,7 +364,8 @@ class FourierScores(_Fourier):
     @nn.compact
     def __call__(self, grid: Grid | Points, num_prefix: int) -> list[FourierLayer]:
         """Returns the encoding of each layer, on a grid or at points."""
-        check_choice("relative", self.relative, ("q", "k"), " of 'fourier_scores'")
+        where = " of position 'fourier_scores'"
+        check_choice("relative", self.relative, ("q", "k"), where)
         return [
             dataclasses.replace(layer, relative=self.relative)
             for layer in self.layers(grid, num_prefix)

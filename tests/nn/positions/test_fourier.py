@@ -323,7 +323,7 @@ def test_sums_with_two_terms_of_a_kind_raise(position, message):
         ("fourier_values(num_frequencies=0)", "'fourier_values' needs num_frequencies"),
         ("fourier_scores(rank=-1)", "'fourier_scores' needs .* and rank=-1"),
         ("fourier_mask(num_frequencies=0)", "'fourier_mask' needs num_frequencies >="),
-        ("fourier_scores(relative='v')", "unknown relative 'v' of 'fourier_scores'"),
+        ("fourier_scores(relative='v')", "unknown relative 'v' of position"),
         ("fourier_values(base=-1.0)", "base of a series of .* must be > 0, got -1.0"),
     ],
 )

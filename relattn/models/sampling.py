@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from relattn.kernels.precision import widen
 from relattn.messages import shorten
 
 
@@ -41,6 +42,9 @@ def sample_token(
     Returns:
         Token ids, shape ``[batch]``.
 
+    Raises:
+        ValueError: If an option is not an integer or out of range.
+
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
         >>> sample_token(jax.random.key(0), logits, temperature=0.0).tolist()
@@ -52,6 +56,7 @@ def sample_token(
         Nucleus sampling: Holtzman et al., The Curious Case of Neural Text
         Degeneration, section 3.1.
     """
+    _check_options(temperature, top_k, top_p, logits.shape[-1])
     if temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
     return _draw(key, logits, temperature, top_k, None if top_p == 1 else top_p)
@@ -59,9 +64,11 @@ def sample_token(
 
 def _draw(key, logits, temperature, top_k, top_p):
     """Does `sample_token` for a temperature > 0; a top_p of None keeps all tokens."""
+    # In bfloat16, most noise of the draw would be equal, and the first tokens win.
+    logits = widen(logits)
     # Tokens below the k-th logit have probability 0.
     if top_k:
-        kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
+        kept = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < kept, -jnp.inf, logits)
     # The largest stays finite, 0, also where a tiny temperature is 0 as a float32.
     logits = logits - logits.max(-1, keepdims=True)

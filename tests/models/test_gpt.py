@@ -361,6 +361,14 @@ def test_samples_follow_the_distribution():
     assert (np.abs(found - expected) <= errors).all()
 
 
+def test_draws_from_bfloat16_logits_do_not_prefer_the_first_tokens():
+    logits = jnp.zeros((1, 3000), jnp.bfloat16)
+    draw = functools.partial(sample_token, logits=logits)
+    drawn = run(jax.vmap(draw), jax.random.split(jax.random.key(0), 100))
+    # Four standard errors of the mean of 100 uniform draws.
+    assert abs(drawn.mean() - 1499.5) < 4 * 3000 / np.sqrt(12 * 100)
+
+
 def test_a_causal_table_has_a_row_for_each_offset():
     _, variables, _ = make(attention="translution")
     table = variables["params"]["blocks_0"]["attention"]["k_table"]
@@ -421,6 +429,10 @@ def test_invalid_arguments_of_generate_raise(change, message):
     arguments = {"prompt": tokens[:, :2], "num_tokens": 2, "key": jax.random.key(0)}
     with unchecked_annotations(), pytest.raises(ValueError, match=re.escape(message)):
         generate(model, variables, **(arguments | change))
+    if {*change} <= {"temperature", "top_k", "top_p"}:
+        logits = jnp.zeros((1, VOCAB))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            sample_token(jax.random.key(0), logits, **change)
 
 
 @pytest.mark.parametrize(

@@ -375,14 +375,21 @@ def check_ids(tokens: AnyIds, vocab_size: int) -> list[int]:
         The same ids.
 
     Raises:
-        ValueError: If an id is negative or not below ``vocab_size``.
+        ValueError: If they are not the integers of one text, or an id is negative or
+            not below ``vocab_size``.
 
     Example:
         >>> check_ids([3, 256], 256)
         Traceback (most recent call last):
         ValueError: token id 256 is out of range, expected 0 to 255
     """
-    ids = [int(token) for token in tokens]
+    found = np.asarray(tokens)
+    if found.ndim != 1 or found.size and found.dtype.kind not in "iu":
+        raise ValueError(
+            "tokens must be the ids of one text, integers of shape [n], got shape "
+            f"{found.shape} and dtype {found.dtype}: decode texts one by one"
+        )
+    ids = found.astype(int).tolist()
     for token in ids:
         if not 0 <= token < vocab_size:
             raise ValueError(

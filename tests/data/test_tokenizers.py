@@ -17,6 +17,7 @@ from relattn.data.tokenizers import (
     find_tokenizer,
     load_tokenizer,
 )
+from tests.helpers.export import unchecked_annotations
 
 BPE = pathlib.Path(__file__).parents[3] / "shared" / "data" / "gpt2_bpe"
 needs_bpe = pytest.mark.skipif(not BPE.is_dir(), reason="GPT-2's files are not here")
@@ -102,6 +103,13 @@ def test_byte_id_out_of_range_raises(token):
     message = f"^token id {token} is out of range, expected 0 to 255"
     with pytest.raises(ValueError, match=message):
         load_tokenizer("bytes").decode([3, token])
+
+
+@pytest.mark.parametrize("tokens", [[[3, 5]], [3.0, 5.7]])
+def test_only_integers_of_one_text_are_decoded(tokens):
+    message = r"tokens must be the ids of one text, integers of shape \[n\], got shape"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        load_tokenizer("bytes").decode(np.array(tokens))
 
 
 @needs_bpe

@@ -162,7 +162,7 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
 
 
 def check_prefix(num_tokens: int, num_prefix: int) -> None:
-    """Checks that ``num_prefix`` is between 0 and ``num_tokens``.
+    """Checks that ``num_prefix`` is from 0 to ``num_tokens``.
 
     Args:
         num_tokens: Length of the sequence.
@@ -176,7 +176,7 @@ def check_prefix(num_tokens: int, num_prefix: int) -> None:
     """
     if not 0 <= num_prefix <= num_tokens:
         raise ValueError(
-            f"num_prefix must be between 0 and the number of tokens, {num_tokens}, got "
+            f"num_prefix must be from 0 to {num_tokens}, the number of tokens, got "
             f"{num_prefix}"
         )
 

@@ -56,7 +56,7 @@ def routing_attention(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or ``window`` is not
-            between 1 and n.
+            from 1 to n.
 
     Example:
         >>> x = jnp.array([[2.0, -2.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, 2.0]])
@@ -73,7 +73,7 @@ def routing_attention(
     n = q.shape[-2]
     if not (window >= 1 and at_most(window, n)):
         raise ValueError(
-            f"routing needs a window of 1 to n={n} tokens, got window={window}"
+            f"window must be from 1 to n={n}, got {window}"
             + bound_hint(n, f">= {window}")
         )
     q, k, v, _ = broadcast_batch(q, k, v, centroids)
@@ -146,7 +146,7 @@ def local_attention(
         3.1 (global attention).
     """
     if window < 1:
-        raise ValueError(f"local attention needs window >= 1, got {window}")
+        raise ValueError(f"window must be at least 1, got {window}")
     n = q.shape[-2]
     check_prefix(n, num_prefix)
     length = n - num_prefix
@@ -271,8 +271,8 @@ def update_centroids(
         The new centroids, of norm 1, shape ``[*batch, clusters, head_dim]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or ``decay`` is not between
-            0 and 1.
+        ValueError: If shapes or dtypes do not fit together, or ``decay`` is not from 0
+            to 1.
 
     Example:
         >>> mu = jnp.array([[1.0, 0.0], [0.0, 1.0]])
@@ -287,7 +287,7 @@ def update_centroids(
         and the norm 1 are ours.
     """
     if not isinstance(decay, Tracer) and not 0 <= decay <= 1:
-        raise ValueError(f"decay must be between 0 and 1, got {decay}")
+        raise ValueError(f"decay must be from 0 to 1, got {decay}")
     # u = decay mu_c + (1 - decay) sum_c / count_c, then u / |u|.
     counts = counts[..., None]
     means = sums / jnp.where(counts > 0, counts, 1.0)

@@ -491,7 +491,7 @@ def _read_window(size, scores, is_causal):
 def _drop(out, rate, rng, broadcast):
     """Applies dropout to the heads' outputs, ``[*batch, n, heads, value_dim]``."""
     if not 0 < rate < 1:
-        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+        raise ValueError(f"dropout_rate must be from 0 to below 1, got {rate}")
     if rng is None:
         raise ValueError(
             f"dropout_rate={rate} needs dropout_rng, or deterministic=True"

@@ -216,8 +216,8 @@ class RandomFeatureAttention(LinearAttention):
         features, norms, eps = self.features, self.norms, self.eps
         if self.num_features < 0:
             raise ValueError(
-                "num_features must be positive, or 0 for int(head_dim * ln(head_dim)), "
-                f"got {self.num_features}"
+                "num_features must be at least 1, or 0 for int(head_dim * "
+                f"ln(head_dim)), got {self.num_features}"
             )
         check_choice("features", features, FEATURE_MAPS)
         check_choice("norms", norms, random_projections.NORMS)

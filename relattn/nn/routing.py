@@ -85,7 +85,7 @@ class RoutingAttention(MultiHeadAttention):
             )
         if not 0 <= self.decay <= 1:
             raise ValueError(
-                f"attention 'routing' needs decay in [0, 1], got {self.decay}"
+                f"attention 'routing' needs decay from 0 to 1, got {self.decay}"
             )
 
     def attend(

@@ -490,7 +490,7 @@ def traced_call_with(name, **changes):
             lambda: kernels.string_exponents(
                 np.ones((N, 1)), np.ones((1, 1)), [0], np.ones((2, 3)), num_prefix=N + 1
             ),
-            "num_prefix must be between 0 and the number of tokens, 7, got 8",
+            "num_prefix must be from 0 to 7, the number of tokens, got 8",
         ),
         (
             lambda: offsets.num_table_rows((N,), clip=1.5),
@@ -498,7 +498,7 @@ def traced_call_with(name, **changes):
         ),
         (
             lambda: kernels.update_centroids(*np.ones((2, 3, 4)), np.ones(3), decay=2),
-            "decay must be between 0 and 1, got 2",
+            "decay must be from 0 to 1, got 2",
         ),
     ],
 )

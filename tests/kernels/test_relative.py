@@ -163,21 +163,21 @@ def test_memory_has_no_vector_per_pair():
             lambda x: kernels.relative_attention(
                 x, x, x, grid=(2, 3), num_prefix=1, key_table=x
             ),
-            "'key_table' needs 15 rows, one for each offset, or 18 with .*got 7",
+            "key_table needs 15 rows, one for each offset, or 18 with .*got 7",
         ),
         (
             lambda x: kernels.causal_relative_attention(x, x, x, bias=np.ones(11)),
-            "'bias' needs an odd number of rows, at least 13 for a sequence of 7",
+            "bias needs an odd number of rows, at least 13 for a sequence of 7",
         ),
         (
             lambda x: kernels.causal_relative_attention(x, x, x, bias=np.ones(14)),
-            "'bias' needs an odd number of rows",
+            "bias needs an odd number of rows",
         ),
         (
             lambda x: kernels.causal_relative_attention_step(
                 x[0], x, x, index=0, value_table=x
             ),
-            "'value_table' needs 13 rows, one for each offset, got 7",
+            "value_table needs 13 rows, one for each offset, got 7",
         ),
     ],
 )

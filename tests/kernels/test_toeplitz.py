@@ -408,7 +408,7 @@ def test_fft_lengths_have_small_factors():
             lambda x: kernels.toeplitz_linear_attention(
                 x, x, x, jnp.exp, jnp.ones(16), grid=(2, 3), num_prefix=1
             ),
-            "'bias' needs 15 rows, one for each offset, or 18 with those of.*got 16",
+            "bias needs 15 rows, one for each offset, or 18 with those of.*got 16",
         ),
         (
             lambda x: kernels.toeplitz_linear_attention(
@@ -426,7 +426,7 @@ def test_fft_lengths_have_small_factors():
             lambda x: kernels.causal_toeplitz_linear_attention(
                 x, x, x, jnp.exp, jnp.ones(11)
             ),
-            "'bias' needs an odd number of rows, at least 13 for a sequence of 7",
+            "bias needs an odd number of rows, at least 13 for a sequence of 7",
         ),
         (
             lambda x: kernels.causal_toeplitz_linear_attention(
@@ -444,7 +444,7 @@ def test_fft_lengths_have_small_factors():
             lambda x: kernels.causal_toeplitz_linear_attention_step(
                 x[0], x, x, jnp.exp, jnp.ones(7), index=0
             ),
-            "'bias' needs 13 rows, one for each offset, got 7",
+            "bias needs 13 rows, one for each offset, got 7",
         ),
     ],
 )

@@ -36,7 +36,7 @@ SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
         ("banded(eps=-0.1)", "none", {}, "need eps >= 0, got eps=-0.1"),
         ("favor(features='relu', eps=0.0)", "none", {}, "need eps > 0, got eps=0.0"),
         ("favor(norms='ch')", "none", {}, "unknown norms 'ch': did you mean 'chi'?"),
-        ("favor(num_features=-1)", "none", {}, "num_features must be positive"),
+        ("favor(num_features=-1)", "none", {}, "num_features must be at least 1, or 0"),
         ("favor", "none(x=1)", {}, "position 'none' has no option 'x': it takes none"),
         (
             "banded",

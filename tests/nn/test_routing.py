@@ -130,7 +130,7 @@ def test_centroids_do_not_depend_on_masked_tokens(layer):
         ("routing(clusters=0)", False, "needs clusters >= 1, got 0"),
         ("routing(window=-1)", False, "window >= 1, or 0 for n / clusters, got -1"),
         ("routing(local_heads=3)", False, "has 2 heads, got local_heads=3"),
-        ("routing(decay=2.0)", False, "needs decay in [0, 1], got 2.0"),
+        ("routing(decay=2.0)", False, "needs decay from 0 to 1, got 2.0"),
         ("routing", True, "attention 'routing' has no causal form; choose from"),
     ],
 )
@@ -141,5 +141,5 @@ def test_invalid_options_raise(attention, causal, message):
 
 def test_a_window_longer_than_the_sequence_raises():
     module = RoutingAttention(dim=6, num_heads=2, window=N + 1, local_heads=0)
-    with pytest.raises(ValueError, match="1 to n=11 tokens, got window=12"):
+    with pytest.raises(ValueError, match="window must be from 1 to n=11, got 12"):
         jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, N, 6)))

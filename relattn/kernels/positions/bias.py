@@ -126,7 +126,7 @@ def with_prefix_rows(
     more = len(PrefixRow) if num_prefix else 0
     if found not in (rows, rows + more):
         raise ValueError(
-            f"{name!r} needs {rows} rows, one for each offset"
+            f"{name} needs {rows} rows, one for each offset"
             + (f", or {rows + more} with those of prefix tokens" if more else "")
             + f", got {found}"
         )
@@ -146,7 +146,7 @@ def past_rows(
     rows = table.shape[axis]
     if rows % 2 == 0 or not at_most(2 * length - 1, rows):
         raise ValueError(
-            f"{name!r} needs an odd number of rows, at least "
+            f"{name} needs an odd number of rows, at least "
             f"{2 * length - 1} for a sequence of {length} tokens, got {rows}"
             + bound_hint(length, f"<= {(rows + 1) // 2}")
         )

@@ -205,7 +205,7 @@ def test_positions_may_be_real_of_three_axes_and_differ_between_examples():
             lambda: kernels.position_waves(
                 np.ones((5, 2)), np.ones((3, 2)), num_prefix=6
             ),
-            "num_prefix must be between 0 and the number of tokens, 5, got 6",
+            "num_prefix must be from 0 to 5, the number of tokens, got 6",
         ),
         (
             lambda: kernels.widen_values(

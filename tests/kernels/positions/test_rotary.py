@@ -108,9 +108,7 @@ def test_wrong_head_dim_or_num_prefix_raises():
         lambda x, n: mixed_rotary_angles(x, np.ones((3, 1)), num_prefix=n),
     ):
         for num_prefix in (9, -1):
-            with pytest.raises(
-                ValueError, match=f"number of tokens, 3, got {num_prefix}"
-            ):
+            with pytest.raises(ValueError, match=f"from 0 to 3, .* got {num_prefix}"):
                 angles(np.zeros((3, 1), np.float32), num_prefix)
 
 

@@ -154,7 +154,7 @@ def test_angles_of_half_precision_inputs_are_float32():
         (lambda: kernel.absolute_frequencies(2, dtype="int8"), "a dtype of floats"),
         (
             lambda: kernel.sinusoids(np.ones((3, 2)), np.ones(2), num_prefix=4),
-            "between 0 and the number of tokens, 3, got 4",
+            "from 0 to 3, the number of tokens, got 4",
         ),
         (
             lambda: kernel.constrained_sinusoids(np.ones((3, 8)), np.ones((3, 2))),

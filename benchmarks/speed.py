@@ -4,9 +4,11 @@
         --against=softmax,gather_band --output=DIR
     python -m benchmarks.speed --model=vit,performer --against=torch --output=DIR
 
-The second compares whole training steps with plain PyTorch, on one core and on all.
+The second compares whole training steps with plain PyTorch on the CPU, on one core and
+on all.
 Every measurement runs in a separate process. Writes speed.jsonl, one line per
-measurement, and, for kernels, speed.png to the output folder, and prints a table.
+measurement, and, for kernels, speed.png to the output folder, and prints a table. An
+output folder keeps the measurements of one command.
 """
 
 from __future__ import annotations
@@ -343,14 +345,14 @@ def _parser() -> command.Parser:
     return parser
 
 
-def _measure_models(models: Sequence[str], output: Path) -> None:
+def _measure_models(models: Sequence[str], path: Path) -> None:
     rows = []
-    with open_new(output / "speed.jsonl", "w") as file:
+    with open_new(path, "w") as file:
         for row in compare_steps(models, sorted({1, describe_cpu()["cores"]})):
             print(json.dumps(row), file=file, flush=True)
             rows.append(row)
     print(steps_table(rows))
-    print(f"Written to {output}: speed.jsonl")
+    print(f"Written to {path}")
 
 
 @command.entry_point
@@ -362,16 +364,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = _parser()
     options = vars(parser.parse_args(argv))
+    output = options.pop("output")
     models, against = options.pop("model"), options.pop("against")
     if bool(models) != (against == ["torch"]):
         parser.error("--model and --against=torch belong together")
-    output = usable_folder(options.pop("output"), "--output")
+    for name, value in vars(parser.parse_args([])).items() if models else ():
+        if options.get(name, value) != value:
+            parser.error(f"--{name} is for kernels: leave it out with --model")
+    output = usable_folder(output, "--output")
+    path = output / "speed.jsonl"
+    if path.exists():
+        raise ValueError(
+            f"{path} has other measurements: delete it, or choose another --output"
+        )
     if models:
-        _measure_models(models, output)
+        _measure_models(models, path)
         return
     names = options.pop("kernel")
     rows: list[dict[str, Any]] = []
-    with open_new(output / "speed.jsonl", "w") as file:
+    with open_new(path, "w") as file:
         for measured in compare(names, against, options.pop("lengths"), **options):
             for row in measured:
                 print(json.dumps(row), file=file, flush=True)

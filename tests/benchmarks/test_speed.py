@@ -185,6 +185,15 @@ def test_command_without_backward(tmp_path, capsys, measured):
     assert "softmax 1.17x" in capsys.readouterr().out
 
 
+def test_measurements_of_another_command_are_kept(tmp_path, capsys, measured):
+    (tmp_path / "speed.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit, match="2"):
+        speed.main([f"--output={tmp_path}"])
+    assert "has other measurements: delete it, or" in capsys.readouterr().err
+    assert (tmp_path / "speed.jsonl").read_text() == "{}\n"
+    assert not measured
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -196,11 +205,12 @@ def test_command_without_backward(tmp_path, capsys, measured):
         ("--model=vti", "no model 'vti': did you mean 'vit'?"),
         ("--model=vit", "--model and --against=torch belong together"),
         ("--against=torch", "--model and --against=torch belong together"),
+        ("--model=vit --against=torch --batch=64", "--batch is for kernels: leave it"),
     ],
 )
 def test_invalid_arguments_are_rejected(argument, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        speed.main([argument])
+        speed.main(argument.split())
     assert message in capsys.readouterr().err
 
 

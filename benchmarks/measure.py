@@ -67,9 +67,10 @@ def measure(
         }
     prepare = {"jax": _prepare_jax, "torch": _prepare_torch}[case.framework]
     for name, run in prepare(case, sizes, backward).items():
-        base = _start_peak(device)
+        base = _start_peak(device, case.framework)
         run()
-        row[f"{name}_memory_mb"] = max(0, peak_memory(device) - base) / _MEGABYTE
+        used = peak_memory(device, case.framework) - base
+        row[f"{name}_memory_mb"] = max(0, used) / _MEGABYTE
         times = _time(run, repeats)
         row[f"{name}_ms"] = statistics.median(times)
         row[f"{name}_fastest_ms"] = min(times)
@@ -210,8 +211,13 @@ def _kilobytes(path: Path, field: str) -> int:
     raise ValueError(f"{path} has no field {field}")
 
 
-def _start_peak(device: jax.Device) -> int:
+def _start_peak(device: jax.Device, framework: str = "jax") -> int:
     """Resets the peak if the system allows it; returns the bytes in use."""
+    if framework == "torch" and device.platform == "gpu":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
     statistics = device.memory_stats()
     if statistics and "bytes_in_use" in statistics:
         return statistics["bytes_in_use"]
@@ -224,8 +230,12 @@ def _start_peak(device: jax.Device) -> int:
         return peak_memory(device)
 
 
-def peak_memory(device: jax.Device) -> int:
+def peak_memory(device: jax.Device, framework: str = "jax") -> int:
     """Returns the peak number of bytes in use."""
+    if framework == "torch" and device.platform == "gpu":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
     statistics = device.memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:
         return statistics["peak_bytes_in_use"]

@@ -236,7 +236,8 @@ def _torch_tensors(sizes):
 
     options = {
         "dtype": getattr(torch, sizes.dtype),
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        # That of JAX, so that no GPU is compared with a CPU.
+        "device": "cuda" if jax.default_backend() == "gpu" else "cpu",
         "requires_grad": True,
     }
     return [torch.tensor(x, **options) for x in _arrays(sizes)]
@@ -258,7 +259,8 @@ def _performer_pytorch(causal):
 
         num = sizes.num_features or kernels.default_num_features(sizes.head_dim)
         attention = FastAttention(sizes.head_dim, nb_features=num, causal=causal)
-        return attention, _torch_tensors(sizes)
+        tensors = _torch_tensors(sizes)
+        return attention.to(tensors[0].device), tensors
 
     return make
 

@@ -35,7 +35,8 @@ def measure_steps(
 ) -> dict[str, Any]:
     """Times the steps of a model in relattn and in PyTorch, in alternating rounds.
 
-    A step is forward, backward and update, by the recipe's optimiser, on one batch.
+    Both run on the CPU. A step is forward, backward and update, by the recipe's
+    optimiser, on one batch.
 
     Args:
         model: Key of `MODELS`.
@@ -49,6 +50,7 @@ def measure_steps(
     """
     # Before any thread starts, so that every thread pool has that many threads.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    jax.config.update("jax_platforms", "cpu")
     # As train.py; PyTorch shares the heap.
     command.keep_heap()
     runs = {"torch": _torch_step(model, cores), "relattn": _relattn_step(model)}

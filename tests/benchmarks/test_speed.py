@@ -1,6 +1,8 @@
 """The speed benchmark: kernels, rows, figure and errors."""
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -76,12 +78,38 @@ def test_memory_is_the_peak_beyond_the_use_before(monkeypatch):
     peaks = iter([12e6, 4e6])
     runs = dict.fromkeys(("forward", "forward_backward"), lambda: None)
     monkeypatch.setattr(measure, "_prepare_jax", lambda *_: runs)
-    monkeypatch.setattr(measure, "_start_peak", lambda device: 5_000_000)
-    monkeypatch.setattr(measure, "peak_memory", lambda device: int(next(peaks)))
+    monkeypatch.setattr(measure, "_start_peak", lambda *_: 5_000_000)
+    monkeypatch.setattr(measure, "peak_memory", lambda *_: int(next(peaks)))
     row = measure.measure("linear", SIZES, repeats=1)
     assert row["forward_memory_mb"] == 7.0
     # Memory is never negative, even if the system did not reset the peak.
     assert row["forward_backward_memory_mb"] == 0
+
+
+def test_pytorch_is_measured_on_the_device_of_jax(monkeypatch):
+    placed = []
+    cuda = types.SimpleNamespace(
+        is_available=lambda: True,
+        reset_peak_memory_stats=lambda: None,
+        memory_allocated=lambda: 1_000_000,
+        max_memory_allocated=lambda: 4_000_000,
+    )
+    torch = types.SimpleNamespace(
+        float32="float32",
+        cuda=cuda,
+        tensor=lambda x, *, device, **_: placed.append(device),
+        nn=types.SimpleNamespace(
+            functional=types.SimpleNamespace(scaled_dot_product_attention=print)
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    CASES["softmax_pytorch"].make(Sizes(**SIZES))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    CASES["softmax_pytorch"].make(Sizes(**SIZES))
+    assert placed == ["cpu"] * 3 + ["cuda"] * 3
+    gpu = types.SimpleNamespace(platform="gpu", memory_stats=lambda: {"a": 0})
+    base = measure._start_peak(gpu, "torch")
+    assert measure.peak_memory(gpu, "torch") - base == 3_000_000
 
 
 @pytest.mark.skipif(

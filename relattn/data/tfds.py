@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -78,7 +79,8 @@ def find_set(name: str, data_dir: str) -> ImageSet:
     """Returns the properties of a set: those of `SETS`, or of any prepared image set.
 
     A split ``validation`` has the validation images. Without a split ``test``, they are
-    the test images.
+    the test images. Of these two, a split without labels, which TFDS gives the label
+    -1, is left out with a warning.
 
     Args:
         name: TFDS's name of the set.
@@ -103,16 +105,27 @@ def find_set(name: str, data_dir: str) -> ImageSet:
         )
     with reading_prepared(folder):
         builder = open_builder(folder)
-    splits, (image, _) = builder.info.splits, find_features(builder, folder)
+    splits, (image, label) = builder.info.splits, find_features(builder, folder)
     if "train" not in splits:
         raise ValueError(
             f"the image set in {folder} has no split 'train', only "
             f"{', '.join(map(repr, splits))}: choose another data.name"
         )
+    found = {}
+    for split in ("test", "validation"):
+        found[split] = split if split in splits else ""
+        if found[split]:
+            decoders = {image: tfds.decode.SkipDecoding()}
+            with reading_prepared(folder):
+                first = builder.as_data_source(split, decoders=decoders)[0]
+            if first[label] == -1:
+                text = f"{folder}: left out split {split}, which has no labels"
+                warnings.warn(text, stacklevel=2)
+                found[split] = ""
     return ImageSet(
         title=name,
-        test_split="test" if "test" in splits else "",
-        validation_split="validation" if "validation" in splits else "",
+        test_split=found["test"],
+        validation_split=found["validation"],
         streamed=None in builder.info.features[image].shape,
     )
 

@@ -302,6 +302,10 @@ def test_message_contains_the_prepare_command():
     assert pathlib.Path(tfds.__file__).with_name("prepare.py").is_file()
 
 
+# The size of a split whose labels are not public.
+UNLABELLED = 4
+
+
 class Fruits(SmallPhotographs, skip_registration=True):
     """A set that relattn does not know, whose features have other names."""
 
@@ -326,7 +330,8 @@ class Fruits(SmallPhotographs, skip_registration=True):
             height, width = (5, 7) if self.shape[0] else (30 + index, 40)
             image = np.full((height, width), 10 * n + index, np.uint8)
             values = {"photo": encode_png(image), "mask": encode_png(0 * image)}
-            yield index, {**values, "kind": index % 3, "farm": 4}
+            kind = index % 3 if n != UNLABELLED else -1
+            yield index, {**values, "kind": kind, "farm": 4}
 
 
 def write_fruits(folder, shape, keys=("photo", "kind"), file_format=None, **splits):
@@ -372,6 +377,15 @@ def test_a_set_of_one_split_is_its_training_images(tmp_path):
     data = load_data(config)
     assert (len(data.train), len(data.validation)) == (5, 2)
     assert data.eval_splits["test"] is data.eval_splits["validation"]
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 1), (None, None, 1)])
+def test_a_split_without_labels_is_left_out(tmp_path, shape):
+    config = write_fruits(tmp_path, shape, train=7, validation=2, test=UNLABELLED)
+    with pytest.warns(UserWarning, match="left out split test, which has no labels"):
+        data = load_data(config)
+    assert data.eval_splits["test"] is data.eval_splits["validation"]
+    assert levels(data.eval_splits["validation"]) == ([20, 21], [0, 1])
 
 
 def test_unsuitable_and_unknown_sets_are_refused_with_a_fix(tmp_path):

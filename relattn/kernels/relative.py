@@ -313,8 +313,8 @@ def causal_relative_attention_step(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, a table does not have 2
-            length - 1 rows, ``index`` is not below ``length`` and there are tables, or
-            ``window`` is less than one.
+            length - 1 rows, ``index`` is negative or, with a table, not below
+            ``length``, or ``window`` is less than one.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -331,8 +331,9 @@ def causal_relative_attention_step(
     check_window(window)
     # r_(i - j), s_(i - j) and b_(i - j) for every key j.
     length = k.shape[-2]
-    if any(table is not None for table in (key_table, value_table, bias)):
-        check_position(index, length)
+    has_table = any(table is not None for table in (key_table, value_table, bias))
+    # Without tables, a cache may hold fewer tokens than there are positions.
+    check_position(index, length if has_table else math.inf)
     key_table = rows_of_token(key_table, "key_table", length, index, -2)
     value_table = rows_of_token(value_table, "value_table", length, index, -2)
     bias = rows_of_token(bias, "bias", length, index, -1)

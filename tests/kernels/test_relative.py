@@ -179,8 +179,12 @@ def test_memory_has_no_vector_per_pair():
             ),
             "value_table needs 13 rows, one for each offset, got 7",
         ),
+        (
+            lambda x: kernels.causal_relative_attention_step(x[0], x, x, index=-1),
+            "index=-1 must be the position of a token, 0 .. inf",
+        ),
     ],
 )
-def test_tables_that_do_not_fit_raise(call, message):
+def test_arguments_that_do_not_fit_raise(call, message):
     with pytest.raises(ValueError, match=message):
         call(np.ones((7, HEAD_DIM)))

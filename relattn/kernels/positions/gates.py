@@ -11,6 +11,7 @@ from relattn.kernels.checks import check_arguments
 from relattn.kernels.masks import zero_prefix
 from relattn.kernels.positions.rotary import mixed_rotary_angles
 from relattn.kernels.precision import wide_einsum, widen
+from relattn.offsets import check_prefix
 
 
 @check_arguments
@@ -71,7 +72,8 @@ def irpe_exponents(
         Shape ``[*batch, num_prefix + product of the sizes, head_dim]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or there is no embedding.
+        ValueError: If shapes or dtypes do not fit together, there is no embedding, or
+            ``num_prefix`` is negative.
 
     Example:
         >>> rows, columns = jnp.array([[0.0], [1.0]]), jnp.array([[2.0], [4.0]])
@@ -91,6 +93,7 @@ def irpe_exponents(
         exponents = exponents[..., :, None, :] + widen(embedding)[..., None, :, :]
         *batch, before, size, head_dim = exponents.shape
         exponents = exponents.reshape(*batch, before * size, head_dim)
+    check_prefix(num_prefix + exponents.shape[-2], num_prefix)
     prefix = [(0, 0)] * (exponents.ndim - 2) + [(num_prefix, 0), (0, 0)]
     return jnp.pad(exponents, prefix)
 

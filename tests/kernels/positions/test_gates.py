@@ -75,6 +75,10 @@ def test_each_axis_adds_its_embedding():
             "embeddings for each axis of the grid, got none",
         ),
         (
+            lambda: kernels.irpe_exponents(np.ones((2, 3)), num_prefix=-1),
+            "num_prefix must be from 0 to 1, the number of tokens, got -1",
+        ),
+        (
             lambda: kernels.string_exponents(
                 np.ones((2, 1)), np.ones((3, 1)), np.ones(3), np.ones((5, 7))
             ),

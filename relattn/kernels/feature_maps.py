@@ -91,7 +91,7 @@ def positive_features(
         x: Queries or keys, shape ``[*batch, n, head_dim]``.
         projection: W, from `draw_orthogonal` or `draw_gaussian`, shape
             ``[features, head_dim]``.
-        eps: Added to every feature; at least zero.
+        eps: Added to every feature; finite, and at least zero.
         precision: Passed to einsum; the highest by default.
 
     Returns:
@@ -100,7 +100,7 @@ def positive_features(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, ``x`` and the projection
-            differ in head_dim, or ``eps`` is negative.
+            differ in head_dim, or ``eps`` is negative or not finite.
 
     Example:
         >>> from relattn.kernels import draw_orthogonal
@@ -112,7 +112,7 @@ def positive_features(
         Choromanski et al., Rethinking Attention with Performers, lemma 1.
     """
     if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be at least 0, got {eps}")
+        raise ValueError(f"eps must be finite and at least 0, got {eps}")
     # W x~ - |x~|^2 / 2 - log sqrt(features): phi(x) is its exponential.
     projected, half_norm = _project(x, projection, precision)
     log_scale = 0.5 * math.log(projection.shape[0])

@@ -132,9 +132,9 @@ def test_bound_includes_eps():
     np.testing.assert_allclose(shifted, 80.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize("eps", [-1e-4, float("nan")])
-def test_negative_eps_raises(eps):
-    with pytest.raises(ValueError, match="eps must be at least 0, got"):
+@pytest.mark.parametrize("eps", [-1e-4, float("nan"), float("inf")])
+def test_an_eps_that_is_negative_or_infinite_raises(eps):
+    with pytest.raises(ValueError, match="eps must be finite and at least 0, got"):
         feature_maps.positive_features(np.ones((2, 2)), np.eye(2), eps=eps)
 
 

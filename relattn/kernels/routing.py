@@ -73,7 +73,7 @@ def routing_attention(
     n = q.shape[-2]
     if not (window >= 1 and at_most(window, n)):
         raise ValueError(
-            f"window must be from 1 to n={n}, got {window}"
+            f"window must be from 1 to {n}, the number of tokens, got {window}"
             + bound_hint(n, f">= {window}")
         )
     q, k, v, _ = broadcast_batch(q, k, v, centroids)

@@ -87,9 +87,7 @@ def test_cluster_assignment_has_no_gradient():
 @pytest.mark.parametrize("window", [0, N + 1])
 def test_invalid_window_raises(window):
     q, k, v = inputs()
-    with pytest.raises(
-        ValueError, match=f"window must be from 1 to n=11, got {window}"
-    ):
+    with pytest.raises(ValueError, match=f"from 1 to 11, .*, got {window}"):
         kernels.routing_attention(q, k, v, centroids(), window=window)
 
 

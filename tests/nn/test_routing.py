@@ -141,5 +141,5 @@ def test_invalid_options_raise(attention, causal, message):
 
 def test_a_window_longer_than_the_sequence_raises():
     module = RoutingAttention(dim=6, num_heads=2, window=N + 1, local_heads=0)
-    with pytest.raises(ValueError, match="window must be from 1 to n=11, got 12"):
+    with pytest.raises(ValueError, match="from 1 to 11, the number of tokens, got 12"):
         jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, N, 6)))

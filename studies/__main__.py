@@ -23,6 +23,7 @@ from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.files import replace_file
 from relattn.json_files import read_json
 from relattn.messages import check_choice
+from relattn.training.config import check_config
 from relattn.training.config_file import read_config
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder, write_json
@@ -82,7 +83,8 @@ def run_study(
         study = study.of(models)
     for row in study.rows:
         for config in row.runs.values():
-            read_config(config, overrides)  # Raises before anything is trained.
+            # Raises before anything is trained.
+            check_config(read_config(config, overrides))
     output = usable_folder(output, "--output")
     _check_results(output / "results.json", preset)
     trainings, groups = [], {}

@@ -25,6 +25,7 @@ from relattn.evaluation.shift_plots import plot
 from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.files import replace_file
 from relattn.markdown import markdown_table
+from relattn.training.config import check_config
 from relattn.training.config_file import read_config
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder, write_json
@@ -91,7 +92,7 @@ def run_demo(
         raise ValueError("no variant: name at least one by --variants")
     for variant in variants:
         # Raises before anything is trained.
-        read_config(f"{CONFIG}:{variant},quick", overrides)
+        check_config(read_config(f"{CONFIG}:{variant},quick", overrides))
     output = usable_folder(output, "--output")
     print(f"Training {', '.join(variants)} of {CONFIG}; logs in {output}/*/train.log")
     trainings = [

@@ -346,6 +346,16 @@ DEMO = "--config=configs/demo.py"
             "there is no --config.num: ",
         ),
         (
+            "studies.__main__",
+            ["--preset=rpe_vit_cpu", "--output={}/new", "--config.batch_size=0"],
+            "config.batch_size must be at least 1, got 0",
+        ),
+        (
+            "studies.demo",
+            ["--output={}/new", "--config.batch_size=0"],
+            "config.batch_size must be at least 1, got 0",
+        ),
+        (
             "relattn.evaluation.sample",
             ["--workdir=x", "--num_samples=0"],
             "from 1 to 1000000, got",

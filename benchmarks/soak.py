@@ -76,7 +76,7 @@ def run_soak(
 
     Raises:
         ValueError: If a time is not positive, the run directory is not empty, the
-            output is a folder, or there is no ``/proc``.
+            output is a folder or a ``.png``, or there is no ``/proc``.
         WorkdirError: If a folder cannot be written to.
         ChildProcessError: If the training ends before the time is up.
     """
@@ -90,6 +90,10 @@ def run_soak(
     if not Path("/proc/self/status").exists():
         raise ValueError("a soak reads /proc, which needs Linux")
     output = usable_file(output, "--output")
+    if output.suffix == ".png":
+        raise ValueError(
+            f"--output {output} would be replaced by the figure: name the JSON file"
+        )
     samples = watch(training, 3600 * hours, interval)
     start = training.record()["starts"][-1]
     every = math.ceil(len(samples) / MAX_SAMPLES)

@@ -112,5 +112,9 @@ def test_training_that_ends_early_is_an_error(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([f"--config={CONFIG}", f"--workdir={tmp_path}/c", "--config.sede=1"])
     assert "there is no --config.sede" in capsys.readouterr().err
+    training = Training("soak", CONFIG, tmp_path / "new")
     with pytest.raises(OSError, match="is a folder: name a file in it"):
-        run_soak(Training("soak", CONFIG, tmp_path / "new"), tmp_path, hours=1.0)
+        run_soak(training, tmp_path, hours=1.0)
+    # Hours later the figure would replace the numbers.
+    with pytest.raises(ValueError, match="by the figure: name the JSON file"):
+        run_soak(training, tmp_path / "a.png", hours=1.0, interval=0.01)

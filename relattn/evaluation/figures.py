@@ -39,6 +39,7 @@ def save_figure(figure: Figure, path: Path) -> None:
         path: The file; its suffix is the format.
 
     Raises:
+        ValueError: If the suffix is no format of figures.
         OSError: If it cannot be written; an old file is intact.
 
     Example:
@@ -48,6 +49,11 @@ def save_figure(figure: Figure, path: Path) -> None:
         >>> path.read_text().startswith("<?xml")
         True
     """
+    if path.suffix[1:].lower() not in figure.canvas.get_supported_filetypes():
+        raise ValueError(
+            f"{path}: figures have no format {path.suffix!r}: end the name with .png, "
+            ".svg or .pdf"
+        )
     file = io.BytesIO()
     figure.savefig(file, format=path.suffix[1:], dpi=150)
     replace_file(path, file.getvalue())

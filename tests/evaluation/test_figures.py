@@ -9,7 +9,7 @@ import pytest
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from relattn.evaluation.figures import plain
+from relattn.evaluation.figures import plain, save_figure
 from relattn.evaluation.report import _confusions, _gallery
 from relattn.evaluation.shift_curves import curves_of
 from relattn.evaluation.shift_plots import Panel, plot
@@ -51,6 +51,12 @@ def test_name_is_drawn_as_it_is(name):
         for line in lines
         if line
     ]
+
+
+@pytest.mark.parametrize("name", ["a.xyz", "a"])
+def test_unknown_formats_are_refused(name, tmp_path):
+    with pytest.raises(ValueError, match="end the name with .png"):
+        save_figure(Figure(), tmp_path / name)
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")

@@ -36,10 +36,10 @@ def softmax_attention(
     k: Float[Array, "*#batch m head_dim"],
     v: Float[Array, "*#batch m value_dim"],
     *,
+    bias: Float[Array, "*#batch n m"] | None = None,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
     segment_ids: Int[Array, "*#batch n"] | None = None,
-    bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_logsumexp: Literal[False] = False,
 ) -> Float[Array, "*batch n value_dim"]: ...
@@ -49,10 +49,10 @@ def softmax_attention(
     k: Float[Array, "*#batch m head_dim"],
     v: Float[Array, "*#batch m value_dim"],
     *,
+    bias: Float[Array, "*#batch n m"] | None = None,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
     segment_ids: Int[Array, "*#batch n"] | None = None,
-    bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_logsumexp: Literal[True],
 ) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]: ...
@@ -62,10 +62,10 @@ def softmax_attention(
     k: Float[Array, "*#batch m head_dim"],
     v: Float[Array, "*#batch m value_dim"],
     *,
+    bias: Float[Array, "*#batch n m"] | None = None,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
     segment_ids: Int[Array, "*#batch n"] | None = None,
-    bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_logsumexp: bool = False,
 ) -> (
@@ -85,14 +85,13 @@ def softmax_attention(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
+        bias: Added to the scores, shape ``[*batch, n, m]``; must be finite.
         mask: True where query i may attend to key j, shape ``[*batch, n, m]``. A key
             that no query may attend to is ignored, whatever it holds.
         key_mask: True for keys that exist, shape ``[*batch, m]``. Other keys and their
             values are ignored, whatever they hold.
         segment_ids: For packed sequences: a token attends only to tokens of its segment
-            (`relattn.kernels.segment_mask`), shape ``[*batch, n]``; then m
-            is n.
-        bias: Added to the scores, shape ``[*batch, n, m]``; must be finite.
+            (`relattn.kernels.segment_mask`), shape ``[*batch, n]``; then m is n.
         precision: Passed to einsum.
         return_logsumexp: Whether to also return log sum_j exp(score_ij), by which
             attention to several sets of keys is combined.
@@ -100,7 +99,7 @@ def softmax_attention(
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
         ``return_logsumexp``, also the logarithms, shape ``[*batch, n]``, in float32 or
-        wider; `MASKED_SCORE` without allowed keys.
+        wider; -0.7 times the largest float32 without allowed keys.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or ``segment_ids`` are
@@ -134,9 +133,9 @@ def causal_softmax_attention(
     k: Float[Array, "*#batch n head_dim"],
     v: Float[Array, "*#batch n value_dim"],
     *,
+    bias: Float[Array, "*#batch n n"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     segment_ids: Int[Array, "*#batch n"] | None = None,
-    bias: Float[Array, "*#batch n n"] | None = None,
     window: int | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
@@ -144,16 +143,17 @@ def causal_softmax_attention(
 
     out_i = sum_{j <= i} softmax_{j <= i}(q_i . k_j / sqrt(head_dim) + bias_ij) v_j, or
     over i - window < j <= i. With a window and without bias, time and memory are linear
-    in n: a block of queries is compared only with the keys that it sees.
+    in n: a block of queries is compared only with the keys that it sees. Numerics and,
+    without a window, flash attention are those of `softmax_attention`.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
+        bias: Added to the scores, shape ``[*batch, n, n]``; must be finite.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         segment_ids: For packed sequences: a token attends only to tokens of its segment
             (`relattn.kernels.segment_mask`), shape ``[*batch, n]``.
-        bias: Added to the scores, shape ``[*batch, n, n]``; must be finite.
         window: Number of tokens, itself included, that a token attends to; None for
             all.
         precision: Passed to einsum.

@@ -131,8 +131,8 @@ def local_attention(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, ``window`` is less than 1,
-            or ``num_prefix`` exceeds n.
+        ValueError: If shapes or dtypes do not fit together, ``window`` is less than
+            one, or ``num_prefix`` is negative or exceeds n.
 
     Example:
         >>> x = jnp.zeros((5, 1))

@@ -41,6 +41,9 @@ def segment_mask(segment_ids: Int[Array, "*batch n"]) -> Bool[Array, "*batch n n
     Example:
         >>> segment_mask(jnp.array([4, 4, 1, 4])).astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+    Source:
+        Krell et al., Efficient Sequence Packing without Cross-contamination.
     """
     segments = segment_numbers(segment_ids)
     return segments[..., :, None] == segments[..., None, :]

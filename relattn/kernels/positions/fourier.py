@@ -39,9 +39,15 @@ def torus_frequencies(
     Returns:
         Frequencies in radians per token, float32, shape ``[waves, axes]``.
 
+    Raises:
+        ValueError: If ``torus`` is a plain grid, or ``num_frequencies`` is negative.
+
     Example:
         >>> (torus_frequencies(Torus((5,))) * 5 / (2 * np.pi)).round(3).tolist()
         [[1.0], [2.0]]
+
+    Source:
+        The discrete Fourier transform.
     """
     waves = _torus_periods(torus, num_frequencies) * turns(torus)
     return waves.astype(np.float32)
@@ -134,8 +140,8 @@ def table_spectrum(
         wider.
 
     Raises:
-        ValueError: If the table has another number of rows than the torus, or
-            ``num_frequencies`` is negative.
+        ValueError: If ``torus`` is a plain grid, the table has another number of rows
+            than it, or ``num_frequencies`` is negative.
 
     Example:
         >>> table = jnp.array([14.0, 6.0, 2.0, 6.0])  # d = 0, 1, 2, -1
@@ -184,13 +190,17 @@ def spectrum_table(
         float32 or wider.
 
     Raises:
-        ValueError: If shapes do not fit together, or the torus has fewer waves.
+        ValueError: If shapes do not fit together, ``torus`` is a plain grid, or it has
+            fewer waves.
 
     Example:
         >>> torus, table = Torus((4,)), jnp.array([14.0, 6.0, 2.0, 6.0])
         >>> mean, waves = table_spectrum(table, torus=torus)
         >>> spectrum_table(mean, waves[:1], torus=torus).round().tolist()
         [13.0, 7.0, 1.0, 7.0]
+
+    Source:
+        The discrete Fourier transform.
     """
     num_waves = spectrum.shape[0]
     if spectrum.shape[1:] != (2, *mean.shape):
@@ -231,12 +241,15 @@ def position_waves(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or ``num_prefix`` is
-            negative or more than ``n``.
+            negative or exceeds n.
 
     Example:
         >>> waves = position_waves(jnp.array([[0.0], [1.0]]), jnp.array([[jnp.pi / 2]]))
         >>> abs(waves[:, 0]).round(3).tolist()
         [[1.0, 0.0], [0.0, 1.0]]
+
+    Source:
+        See `widen_values`, `widen_queries` and `append_waves`, which take the waves.
     """
     num_tokens = positions.shape[-2]
     check_prefix(num_tokens, num_prefix)
@@ -325,6 +338,9 @@ def combine_values(
         >>> wide = widen_values(v, a_and_b, waves)
         >>> combine_values(wide[:1], waves[:1])[0, 0]  # 1 + cos(0)
         Array(2., dtype=float32)
+
+    Source:
+        See `widen_values`.
     """
     num_waves, wider = waves.shape[-2], out.shape[-1]
     if basis is None:
@@ -428,6 +444,9 @@ def widen_keys(
         (3, 15)
         >>> widen_keys(jnp.ones((3, 5)), waves, basis=jnp.ones((1, 2, 5))).shape
         (3, 9)
+
+    Source:
+        See `widen_queries`.
     """
     if basis is None:
         projected = widen(k)[..., None, :]

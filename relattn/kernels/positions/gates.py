@@ -127,7 +127,7 @@ def string_exponents(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, A does not have one row for
-            each cosine and sine, or ``num_prefix`` is negative or more than ``n``.
+            each cosine and sine, or ``num_prefix`` is negative or exceeds n.
 
     Example:
         >>> w, b = jnp.array([[jnp.pi]]), jnp.zeros(1)

@@ -46,8 +46,8 @@ def rotary_angles(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, ``head_dim`` is odd or less
-            than twice the number of axes, the torus has other axes, or ``num_prefix``
-            exceeds n.
+            than twice the number of axes, ``base`` is not positive, the torus has other
+            axes, or ``num_prefix`` is negative or exceeds n.
 
     Example:
         >>> rotary_angles(np.array([[0.0], [5.0]]), 4, base=100.0).tolist()
@@ -106,8 +106,8 @@ def draw_mixed_frequencies(
         num_frequencies: Number of vectors.
         axes: Number of axes of the positions.
         leading: Sizes of leading axes, such as layers and heads.
-        base: Base of the geometric series of lengths; 0 means 10,000 for one axis and
-            10 for more.
+        base: Base of the geometric series of lengths; 0 for 10,000 with one axis and
+            10 with more.
 
     Returns:
         Frequencies in radians per token, float32, shape
@@ -177,7 +177,7 @@ def mixed_rotary_angles(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, positions and frequencies
-            differ in their number of axes, or ``num_prefix`` exceeds n.
+            differ in their number of axes, or ``num_prefix`` is negative or exceeds n.
 
     Example:
         >>> w = jnp.array([[1.0, 0.0], [0.5, 0.5]])
@@ -281,7 +281,7 @@ def widen_rotary_values(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, there is not one angle for
-            each pair, or ``num_prefix`` exceeds n.
+            each pair, or ``num_prefix`` is negative or exceeds n.
 
     Example:
         >>> quarter = jnp.full((1, 1), jnp.pi / 2)
@@ -326,12 +326,15 @@ def combine_rotary_values(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, there is not one angle for
-            each pair, or ``num_prefix`` exceeds n.
+            each pair, or ``num_prefix`` is negative or exceeds n.
 
     Example:
         >>> half = jnp.full((1, 1), jnp.pi)
         >>> combine_rotary_values(jnp.array([[1.0, 0.5]]), half).round(3).tolist()
         [[-1.0, -0.5]]
+
+    Source:
+        Garcia-Castellanos et al., RoVE, without prefix tokens.
     """
     check_prefix(out.shape[-2], num_prefix)
     if not num_prefix:

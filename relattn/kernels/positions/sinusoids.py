@@ -126,7 +126,7 @@ def sinusoids(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or ``num_prefix`` is
-            negative or more than ``n``.
+            negative or exceeds n.
 
     Example:
         >>> u = sinusoids(jnp.array([[0.0], [1.0]]), jnp.array([1.0]))

@@ -134,8 +134,9 @@ def circulant_angles(
         zero for component 0 and, if head_dim is even, for the last one.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, head_dim is less than 3, or
-            positions and circulants differ in their number of axes.
+        ValueError: If shapes or dtypes do not fit together, head_dim is less than 3,
+            positions and circulants differ in their number of axes, or ``num_prefix``
+            is negative or exceeds n.
 
     Example:
         >>> c = jnp.array([[0.0, 1.0, 0.0, 0.0]])

@@ -41,8 +41,8 @@ def expand_clipped_table(
         A table for `translution` and `lor_translution`, with a row for each offset.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or the table has another
-            number of rows.
+        ValueError: If shapes or dtypes do not fit together, the table has another
+            number of rows, or `relattn.offsets.num_table_rows` raises it.
 
     Example:
         >>> table = jnp.arange(4.0).reshape(4, 1, 1, 1)  # d = -1, 0, 1, and the rest

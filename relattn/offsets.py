@@ -352,7 +352,7 @@ def num_table_rows(
     Args:
         grid: Size of each axis, in tokens.
         num_prefix: Number of prefix tokens.
-        causal: Whether tokens attend only to themselves and earlier tokens.
+        causal: Whether a token attends only to itself and earlier tokens.
         clip: Largest component of an offset with a row of its own; all others share
             one. None for a row for every offset.
 

@@ -67,8 +67,8 @@ def banded_attention(
     maximum over the table rows at which the query has keys, so that positive weights
     sum to at least one for each query. If weights of both signs (trigonometric
     features) nearly cancel, the denominator is clamped to 1e-4 of the sum of their
-    magnitudes and keeps its sign. A query without keys gives zeros. Only reverse-mode
-    differentiation is supported.
+    magnitudes and keeps its sign. A query without keys gives zeros. Derivatives
+    are in reverse mode only.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.

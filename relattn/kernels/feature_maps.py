@@ -139,7 +139,7 @@ def trigonometric_features(
 
     phi(x) = exp(|x~|^2 / 2) [cos W x~, sin W x~] / sqrt(features),
     x~ = x / head_dim^(1/4), and E[phi(q) . phi(k)] = exp(q . k / sqrt(head_dim)).
-    The estimate can be negative: see `relattn.kernels.linear.linear_attention`.
+    The estimate can be negative: see `relattn.kernels.linear_attention`.
 
     Args:
         x: Queries or keys, shape ``[*batch, n, head_dim]``.

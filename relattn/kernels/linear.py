@@ -267,6 +267,8 @@ def causal_linear_attention(
     token has one exponent, by the largest exponent so far. Denominators are guarded as
     in `linear_attention`; where all weights underflow, the result is zero. Gradients
     stay finite: the backward pass runs on cotangents scaled by a power of two.
+    Derivatives are in reverse mode only, and only first ones where a kernel of the
+    platform computes the function.
 
     Positive features of long keys underflow: no query gives such a key any weight. The
     median norm of a key from which this happens (50 draws of 110, 266 and 621 features)
@@ -287,8 +289,8 @@ def causal_linear_attention(
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         segment_ids: For packed sequences: a token attends only to tokens since the id
             last changed, shape ``[*batch, n]``. An id that comes back after another one
-            starts a new sequence, as in `relattn.kernels.segment_mask`. The first token
-            continues the sequence of ``state``.
+            starts a new segment, as in `relattn.kernels.segment_mask`. The first token
+            continues the segment of ``state``.
         state: The state that an earlier call returned for the tokens before these; None
             if there are none.
         return_state: Whether to also return the state after these tokens.
@@ -299,8 +301,7 @@ def causal_linear_attention(
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With ``return_state``,
-        also the state. Only reverse-mode derivatives are supported, and only first ones
-        where a kernel of the platform computes the function.
+        also the state.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, ``chunk_size`` is less than

@@ -173,7 +173,8 @@ def draw_random_features(
         index: Number of redraws so far; may be traced.
         num_features: Number of rows.
         head_dim: Width of a row.
-        orthogonal: False draws independent rows.
+        orthogonal: Whether the rows are orthogonal within blocks; otherwise they are
+            independent.
         norms: Norms of orthogonal rows: ``"chi"``, those of Gaussian vectors, or
             ``"fixed"``, always sqrt(head_dim), which is biased.
         sign_corrected: Whether the columns of Q are multiplied by sign(diag R). False

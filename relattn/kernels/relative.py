@@ -403,7 +403,7 @@ class _Blocks:
         grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         size: Largest number of queries in a block, which has at least a row.
-        causal: Whether tokens attend to themselves and earlier tokens only.
+        causal: Whether a token attends only to itself and earlier tokens.
         window: Number of tokens, itself included, that a token attends to; None for
             all.
     """

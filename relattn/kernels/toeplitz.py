@@ -112,7 +112,7 @@ def toeplitz_linear_attention(
     largest terms of a feature, not of the sums: the contribution of weights 1e-6 times
     smaller than others of the same feature is noise. A denominator below its rounding
     error is set to that error. Trigonometric features are guarded as in
-    `linear_attention`.
+    `linear_attention`. Derivatives are in reverse mode only.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -138,8 +138,7 @@ def toeplitz_linear_attention(
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
         ``return_normalizer``, also the denominators before the guard, each up to a
-        positive factor, shape ``[*batch, n]``. The kernel has derivatives in reverse
-        mode only.
+        positive factor, shape ``[*batch, n]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, the grid does not hold the
@@ -248,8 +247,8 @@ def causal_toeplitz_linear_attention(
     Time is O(n log^2 n) for each pair of a feature and a value. Outputs do not depend
     on later tokens, bit for bit, if they are finite: sums within a block go pair by
     pair, and each FFT adds earlier tokens to later ones. Exponents are shifted as in
-    `relattn.kernels.causal_linear_attention`. Precision and guards are those of
-    `toeplitz_linear_attention`.
+    `relattn.kernels.causal_linear_attention`. Precision, guards and derivatives are
+    those of `toeplitz_linear_attention`.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -260,15 +259,14 @@ def causal_toeplitz_linear_attention(
         bias: b, shape ``[*batch, rows]``, the table of a line of ``length >= n``
             tokens, with 2 length - 1 rows; those of the offsets 0 .. n - 1 are used.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
-        dense_size: Largest number of tokens in a block; None
-            for the default of `relattn.kernels.platform`.
+        dense_size: Largest number of tokens in a block; None for the default of
+            `relattn.kernels.platform`.
         chunk_size: Number of queries of a block at a time, pair by pair.
         block_size: Number of features at a time, by FFT.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. The kernel has
-        derivatives in reverse mode only.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, the table has fewer offsets
@@ -368,7 +366,7 @@ def causal_toeplitz_linear_attention_step(
     `causal_toeplitz_linear_attention`.
 
     Every weight changes with the offset, so there is no state of constant size: a token
-    costs O(length).
+    costs O(length). Derivatives are in reverse mode only.
 
     Args:
         q_i: The token's query, shape ``[*batch, head_dim]``.
@@ -383,8 +381,7 @@ def causal_toeplitz_linear_attention_step(
         precision: Passed to einsum.
 
     Returns:
-        The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``. The
-        kernel has derivatives in reverse mode only.
+        The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, the table does not have 2

@@ -137,9 +137,9 @@ class GPT(nn.Module):
             tokens: Ids from 0 to ``vocab_size - 1``, shape ``[batch, n]``; others make
                 the logits NaN, unless they are padding.
             key_mask: True for tokens that exist, shape ``[batch, n]``.
-            segment_ids: For packed sequences: tokens attend only to tokens of the same
-                run of equal ids, shape ``[batch, n]``. An id that comes back after
-                another one starts a new sequence. Absolute positions count on over
+            segment_ids: For packed sequences: a token attends only to tokens of its
+                segment, a run of equal ids, shape ``[batch, n]``. An id that comes back
+                after another one starts a new segment. Absolute positions count on over
                 segments; so do rotary ones in linear attention, whose random features
                 depend on them.
             deterministic: Whether dropout is off.

@@ -37,13 +37,13 @@ class Context(NamedTuple):
             the length of the cache.
         num_prefix: Number of prefix tokens.
         position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
-        key_mask: True for tokens that may be attended to, ``[batch, 1, m]``, or None.
+        key_mask: True for tokens that exist, ``[batch, 1, m]``, or None.
         index: In decoding, the position of the last token; otherwise None.
-        memory: Tokens that give the keys and values, ``[batch, m, dim_memory]``; None
-            for the attention's own tokens.
-        segment_ids: Tokens attend only to tokens of the same run of equal ids,
-            ``[batch, 1, n]``, or None.
         shared: The output of the module that `MultiHeadAttention.make_shared` makes.
+        memory: Tokens that give the keys and values, ``[batch, m, memory_dim]``; None
+            for the attention's own tokens.
+        segment_ids: For packed sequences: a token attends only to tokens of its
+            segment, a run of equal ids, ``[batch, 1, n]``; None for one sequence.
     """
 
     grid: offsets.Grid | None
@@ -52,7 +52,7 @@ class Context(NamedTuple):
     key_mask: Bool[Array, "batch 1 m"] | None
     index: Int[Array, ""] | int | None
     shared: Any
-    memory: Float[Array, "batch m dim_memory"] | None = None
+    memory: Float[Array, "batch m memory_dim"] | None = None
     segment_ids: Int[Array, "batch 1 n"] | None = None
 
     def grid_for(self, need: str) -> offsets.Grid:
@@ -142,7 +142,7 @@ class MultiHeadAttention(nn.Module):
     Attributes:
         dim: Width of the tokens.
         num_heads: Number of heads.
-        head_dim: Width of a head; by default dim / num_heads.
+        head_dim: Width of a head; 0 for dim / num_heads.
         layer: Index of the layer in the model.
         qkv_bias: Whether queries, keys and values have a bias.
         causal: Whether a token attends only to itself and earlier tokens.
@@ -245,7 +245,7 @@ class MultiHeadAttention(nn.Module):
         position: Any = None,
         key_mask: Bool[Array, "batch m"] | None = None,
         segment_ids: Int[Array, "batch n"] | None = None,
-        memory: Float[Array, "batch m dim_memory"] | None = None,
+        memory: Float[Array, "batch m memory_dim"] | None = None,
         index: Int[Array, ""] | int | None = None,
         shared: Any = None,
     ) -> Float[Array, "batch n dim"]:
@@ -257,14 +257,13 @@ class MultiHeadAttention(nn.Module):
                 the length of the longest sequence, ``(length,)``.
             num_prefix: Number of prefix tokens.
             position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
-            key_mask: True for tokens that may be attended to, shape ``[batch, n]``, or
-                ``[batch, m]`` with ``memory``. NaN and inf in other tokens count as
-                zero.
-            segment_ids: For packed sequences: tokens attend only to tokens of the same
-                run of equal ids, shape ``[batch, n]``. An id that comes back after
-                another one starts a new sequence.
+            key_mask: True for tokens that exist, shape ``[batch, n]``, or ``[batch,
+                m]`` with ``memory``. NaN and inf in other tokens count as zero.
+            segment_ids: For packed sequences: a token attends only to tokens of its
+                segment, a run of equal ids, shape ``[batch, n]``. An id that comes back
+                after another one starts a new segment.
             memory: Tokens that give the keys and values (cross-attention), shape
-                ``[batch, m, dim_memory]``; ``x`` by default.
+                ``[batch, m, memory_dim]``; ``x`` by default.
             index: In decoding, the position of the last token. ``x`` is that token
                 alone, which attends to the mutable collection ``cache``; or it is the
                 whole sequence from position 0 (prefill), which fills the cache, and

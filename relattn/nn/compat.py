@@ -111,7 +111,7 @@ def dot_product_attention(
         bias: Added to the scores; broadcasts to ``[*batch, heads, n, m]``.
         mask: True where query i may attend to key j; broadcasts to
             ``[*batch, heads, n, m]``.
-        scale: Factor of the scores; 1 / sqrt(head_dim) if None.
+        scale: Factor of the scores; None for 1 / sqrt(head_dim).
         is_causal: Whether query i attends only to keys j <= i.
         query_seq_lengths: Number of queries of each example, shape ``[*batch]``; later
             ones give zeros.

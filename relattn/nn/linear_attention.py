@@ -192,7 +192,8 @@ class RandomFeatureAttention(LinearAttention):
         num_features: Number of random features; 0 for int(head_dim * ln(head_dim)),
             where head_dim includes the width of a concatenated position.
         features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
-        orthogonal: Whether the rows of the projection are orthogonal.
+        orthogonal: Whether the rows of the projection are orthogonal within blocks;
+            otherwise they are independent.
         norms: ``"chi"``, or ``"fixed"``, which is biased: see `draw_orthogonal`.
         sign_corrected: Whether the signs of the QR decomposition are corrected, so that
             the rows are uniform among orthogonal ones. False, as in the code of Horn et

@@ -46,6 +46,9 @@ def redraw(
         key: A PRNG key, the same for every redraw of a run.
         index: Number of redraws so far, ``step // redraw_every``; may be traced.
 
+    Raises:
+        ValueError: If ``index`` is negative or no whole number.
+
     Example:
         >>> attention = MultiHeadAttention(
         ...     "favor", dim=8, num_heads=2, rngs=nnx.Rngs(0))
@@ -200,8 +203,8 @@ class MultiHeadAttention(_LinenModule):
         qkv_bias: Whether queries, keys and values have a bias.
         out_bias: Whether the output projection has a bias.
         causal: Whether a token attends only to itself and earlier tokens.
-        grid: Height and width, or length, of the tokens after the prefix; None if the
-            attention does not depend on it. In decoding, the length of the cache.
+        grid: Size of each axis of the tokens after the prefix; None if the attention
+            does not depend on it. In decoding, the length of the cache.
         num_prefix: Number of prefix tokens.
         dtype: Compute dtype; parameters are float32.
         rngs: Has the streams ``params`` and ``random_features``, or a default one.
@@ -279,10 +282,10 @@ class MultiHeadAttention(_LinenModule):
             memory: Tokens that give the keys and values (cross-attention), shape
                 ``[batch, m, memory_dim]``; ``x`` by default.
             position: The layer's position, from `Position.per_layer`.
-            key_mask: True for tokens that may be attended to, shape ``[batch, n]``, or
-                ``[batch, m]`` with ``memory``.
-            segment_ids: For packed sequences: tokens attend only to tokens of the same
-                run of equal ids, shape ``[batch, n]``.
+            key_mask: True for tokens that exist, shape ``[batch, n]``, or ``[batch,
+                m]`` with ``memory``.
+            segment_ids: For packed sequences: a token attends only to tokens of its
+                segment, a run of equal ids, shape ``[batch, n]``.
             index: In decoding, the position of the last token. ``x`` is that token
                 alone, which attends to the variables of type `flax.nnx.Cache`; or it is
                 the whole sequence from position 0 (prefill), which replaces them, and
@@ -293,6 +296,9 @@ class MultiHeadAttention(_LinenModule):
 
         Returns:
             Shape ``[batch, n, dim]``.
+
+        Raises:
+            ValueError: If `relattn.MultiHeadAttention` raises it.
         """
         if deterministic is None:
             deterministic = self.deterministic
@@ -320,8 +326,8 @@ class Position(_LinenModule):
         num_kv_heads: Number of heads with keys and values; 0 for ``num_heads``.
         head_dim: Width of a head; 0 for dim / num_heads.
         num_layers: Number of layers.
-        causal: Whether the attention is causal.
-        grid: Height and width, or length, of the tokens after the prefix.
+        causal: Whether a token attends only to itself and earlier tokens.
+        grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         rngs: Has the stream ``params``, or a default one.
 

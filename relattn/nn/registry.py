@@ -211,7 +211,7 @@ def build(
         dim: Width of the tokens.
         num_heads: Number of heads.
         num_layers: Number of layers.
-        num_kv_heads: Number of heads with keys and values; 0 for num_heads.
+        num_kv_heads: Number of heads with keys and values; 0 for ``num_heads``.
         head_dim: Width of a head; 0 for dim / num_heads.
         qkv_bias: Whether queries, keys and values have a bias.
         out_bias: Whether the output projection has a bias.

@@ -246,8 +246,8 @@ class LorTranslutionAttention(OffsetAttention):
         rank: Width of a head of the low-rank part.
         base: Whether to include the plain queries, keys and values. Without them
             ``relative`` must be ``"qv"``, ``"kv"`` or ``"qkv"``.
-        average: Whether scores and outputs are the averages of both parts, as in the
-            authors' code, instead of the sums, as in their paper.
+        average: Whether to average the plain and low-rank parts of scores and outputs,
+            as the authors' code does, instead of adding them, as their paper does.
 
     Example:
         >>> import jax

@@ -50,7 +50,8 @@ def translution(
     Scores, softmax and sums are float32 or wider. A query without keys gives zeros.
     Memory holds the scores of every pair, and the queries, keys and values of the pairs
     of one offset, on TPUs of a row of queries, on GPUs of as many pairs as take a fixed
-    number of bytes (with `Pairs`, of one query). Derivatives are reverse-mode only.
+    number of bytes (with `Pairs`, of one query). Derivatives are in reverse mode
+    only.
 
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.
@@ -129,7 +130,7 @@ def lor_translution(
             ``[inner, heads, rank]``.
         index: `Offsets`, `CausalOffsets` or `Pairs`, of n tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
-        scale: Factor of the scores. Defaults to 1 / sqrt(head_dim); required without
+        scale: Factor of the scores; None for 1 / sqrt(head_dim). Required without
             queries in ``qkv``.
         average: Whether to average the plain and low-rank parts of scores and outputs,
             as the authors' code does, instead of adding them, as their paper does. A
@@ -202,7 +203,7 @@ def causal_translution_step(
             ``[rows, dim, heads, head_dim]``, or one matrix ``[dim, heads, head_dim]``.
         w_k: Weights of the keys, same shapes as ``w_q``.
         w_v: Weights of the values, same shapes as ``w_q``.
-        index: The token's position in the sequence, below ``length``; may be traced.
+        index: The token's position in the sequence; may be traced.
         precision: Passed to einsum.
 
     Returns:
@@ -268,8 +269,8 @@ def causal_lor_translution_step(
         tables: Tables of the low-rank queries, keys and values, each
             ``[rows, inner, heads, rank]`` with at least ``length`` rows, or one matrix
             ``[inner, heads, rank]``, or None.
-        index: The token's position in the sequence, below ``length``; may be traced.
-        scale: Factor of the scores. Defaults to 1 / sqrt(head_dim); required without
+        index: The token's position in the sequence; may be traced.
+        scale: Factor of the scores; None for 1 / sqrt(head_dim). Required without
             queries in ``qkv``.
         average: Whether to average the plain and low-rank parts of scores and outputs
             instead of adding them. A part without counterpart is not halved.

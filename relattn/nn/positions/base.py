@@ -218,7 +218,7 @@ class Position(nn.Module):
         dim: Width of the tokens.
         num_heads: Number of heads.
         num_layers: Number of layers.
-        head_dim: Width of a head; by default dim / num_heads.
+        head_dim: Width of a head; 0 for dim / num_heads.
     """
 
     dim: int = 0

@@ -33,7 +33,7 @@ class T5Bias(Position):
 
     Attributes:
         num_buckets: Number of buckets per axis.
-        max_distance: All distances from this one on, in tokens, share a bucket.
+        max_distance: Distances from this one on share the last bucket, in tokens.
         bidirectional: Whether half of the buckets are for later keys; use False for
             causal attention.
 

@@ -102,9 +102,10 @@ class RelativeValue(_RelativeVectors):
 class RelativeBias(Position):
     """Adds a relative bias: q_i . k_j / sqrt(head_dim) + b_d, d = p_i - p_j.
 
-    Every layer, head and offset has a scalar b_d, which starts as N(0, 0.02^2). With
-    prefix tokens there are three more for pairs with a prefix token: "in", "self" and
-    "out" of `relattn.offsets.offset_index`. Causal attention uses offsets >= 0.
+    Every layer, head and offset has a scalar b_d, which starts as N(0, 0.02^2) without
+    values beyond 0.04. With prefix tokens there are three more for pairs with a prefix
+    token: "in", "self" and "out" of `relattn.offsets.offset_index`. Causal attention
+    uses offsets >= 0.
 
     Example:
         >>> import jax

@@ -31,6 +31,8 @@ from relattn.training.resume import check_same_config
 from relattn.training.workdir import read_record, read_results
 
 POLL_SECONDS = 0.5
+# Pause between two readings of a log, as a multiple of the time that the first took.
+REST = 20
 LOG_BYTES = 2000
 # What a progress bar shows of a row of metrics.
 _SHOWN = {"epoch", "train_loss", "train_accuracy", "examples_per_second"}
@@ -52,6 +54,7 @@ class Training:
         gpu: The only visible GPU, as in CUDA_VISIBLE_DEVICES; None for all.
         process: The process, after the start.
         shown: Number of rows of metrics shown so far.
+        due: Time, as of `time.monotonic`, from which the rows are read again.
         error: Message of the failure, or "".
         bar: The progress bar; only after the start.
     """
@@ -66,6 +69,7 @@ class Training:
     gpu: str | None = None
     process: subprocess.Popen | None = None
     shown: int = 0
+    due: float = 0.0
     error: str = ""
     bar: tqdm = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -319,7 +323,12 @@ def train(
             time.sleep(POLL_SECONDS)
             for training in list(running):
                 ended = training.process.poll() is not None
-                training.show()
+                began = time.monotonic()
+                if ended or began >= training.due:
+                    training.show()
+                    # To read a long log takes seconds, of which the trainings need
+                    # the cores.
+                    training.due = began + REST * (time.monotonic() - began)
                 if not ended:
                     continue
                 running.remove(training)

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -157,6 +158,24 @@ def test_a_failure_is_printed_and_ends_in_one_line(tmp_path, monkeypatch, capfd)
         str(failure.value) == f"not trained: banded, seed 0; its log is {training.log}"
     )
     assert "ends with:\nTraceback\nKeyError: 3\n" in capfd.readouterr().out
+
+
+def test_long_logs_are_read_rarely(tmp_path, monkeypatch):
+    shown = []
+
+    def show(self):
+        shown.append(time.monotonic())
+        time.sleep(0.05)
+
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nsleep 0.5\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(Training, "show", show)
+    monkeypatch.setattr(Training, "say_result", lambda self: None)
+    train([Training("banded", CONFIG, tmp_path / "run")], jobs=1)
+    assert all(b - a >= launcher.REST * 0.05 for a, b in itertools.pairwise(shown[:-1]))
 
 
 def unhandled(number, frame):

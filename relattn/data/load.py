@@ -8,8 +8,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from relattn import spec
+from relattn.data import streaming
 from relattn.data.arrays import read_arrays
-from relattn.data.augment import check_augmentation, make_erase, make_mix
+from relattn.data.augment import (
+    AUGMENTATIONS,
+    check_augmentation,
+    make_erase,
+    make_mix,
+)
 from relattn.data.base import DataSource
 from relattn.data.canvas import place_on_canvas
 from relattn.data.csv_images import find_csv_images
@@ -28,6 +35,7 @@ from relattn.data.images import (
     ImageData,
     channel_statistics,
     check_no_draw,
+    draw_validation,
     split_validation,
 )
 from relattn.data.mnist_points import make_mnist_points
@@ -39,6 +47,7 @@ from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
 from relattn.data.streaming import open_list, open_streamed
 from relattn.data.text import load_text
 from relattn.data.tfds import find_or_prepare, find_set, read_full, read_prepared
+from relattn.data.user_images import interpolation, short_side
 from relattn.messages import check_choice, closest, shorten
 
 # The options of images with their defaults; ``name`` and ``image_size`` have none.
@@ -345,10 +354,26 @@ def _path(config: ConfigDict) -> Path:
 
 
 def _reading(config: ConfigDict) -> dict[str, Any]:
-    """Returns the checked options of decoding image files."""
+    """Returns the options of decoding image files.
+
+    Those of what follows are checked too: decoding may take an hour.
+    """
     background = config.get("background", "white")
     check_background(background)
     skip_unreadable = config.get("skip_unreadable", False)
+    if skip_unreadable not in (True, False):
+        # The text "False" would count as true.
+        raise ValueError(
+            f"data.skip_unreadable={shorten(skip_unreadable)} must be True or False"
+        )
+    spec.resolve(
+        config.get("augment", "none"),
+        {**AUGMENTATIONS, **streaming.AUGMENTATIONS},
+        "data.augment",
+        reserved=("images", "draws", "image", "rng"),
+    )
+    short_side(config)
+    interpolation(config)
     return {"background": background, "skip_unreadable": skip_unreadable}
 
 
@@ -357,7 +382,13 @@ def _load_listed(config: ConfigDict) -> DataSource:
     _check_name(config)
     _check_effect(config, in_memory=False)
     reading = _reading(config)
-    decoded = decode_list(_list_images(config), memory_bytes=MEMORY_BYTES, **reading)
+    listed = _list_images(config)
+    num_validation = config.get("num_validation", 0)
+    if listed.validation:
+        check_no_draw(num_validation)
+    else:
+        draw_validation(len(listed.train), num_validation, config.get("split_seed", 0))
+    decoded = decode_list(listed, memory_bytes=MEMORY_BYTES, **reading)
     decoded.listed.warn()
     if decoded.images is None:
         return open_list(config, decoded.listed)

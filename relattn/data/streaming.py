@@ -56,6 +56,7 @@ from relattn.data.tfds import (
     reading_prepared,
 )
 from relattn.data.user_images import interpolation, short_side
+from relattn.messages import shorten
 
 AUGMENTATIONS = {"none": lambda image, rng: image, "randaugment": randaugment}
 # Statistics of ImageNet's training images, the usual choice for photographs.
@@ -205,8 +206,10 @@ def _read_options(config: ConfigDict) -> _Options:
             f"data.placement={placement!r} needs images in memory, but these "
             "photographs are read during training: set data.placement=''"
         )
-    if num_workers < 0:
-        raise ValueError(f"data.num_workers={num_workers} must be at least 0")
+    if not isinstance(num_workers, int) or num_workers < 0:
+        raise ValueError(
+            f"data.num_workers={shorten(num_workers)} must be an integer of at least 0"
+        )
     augment = config.get("augment", "none")
     # Raises on an unknown name or an invalid option here, not in a worker.
     function = spec.resolve(

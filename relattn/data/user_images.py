@@ -18,13 +18,14 @@ from relattn.data.base import ImageInfo
 from relattn.data.image_io import decode_image, open_image
 from relattn.data.image_transforms import resized_center_crop
 from relattn.data.preprocess import (
+    MAX_IMAGE_SIZE,
     channel_mean_std,
     input_shape,
     make_preprocess,
     standardize,
     stored_shape,
 )
-from relattn.messages import shorten
+from relattn.messages import check_choice, shorten
 
 UserImage = str | os.PathLike | Image.Image | np.ndarray
 
@@ -298,18 +299,40 @@ def short_side(config: ConfigDict) -> int:
         config: Options of the data: ``short_side``, or ``image_size`` by ``crop_pct``,
             which is 224 / 256 by default.
 
+    Raises:
+        ValueError: If an option is not a number, or out of range.
+
     Example:
         >>> short_side(ConfigDict({"image_size": 224}))
         256
     """
+    for option in ("image_size", "short_side"):
+        value = config.get(option, 0)
+        if not isinstance(value, int | np.integer) or not 0 <= value <= MAX_IMAGE_SIZE:
+            raise ValueError(
+                f"data.{option}={shorten(value)} must be an integer from 0 to "
+                f"{MAX_IMAGE_SIZE}"
+            )
     given = config.get("short_side", 0)
     size, share = config.get("image_size", 224), config.get("crop_pct", 0)
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(
+            f"data.crop_pct={shorten(share)} must be a fraction of the short side, "
+            "above 0 and at most 1"
+        )
     return given or round(size / share if share else size * 256 / 224)
 
 
 def interpolation(config: ConfigDict) -> str:
-    """Returns the interpolation of photographs: ``"bilinear"`` by default."""
-    return config.get("interpolation", "bilinear")
+    """Returns the interpolation of photographs: ``"bilinear"`` by default.
+
+    Raises:
+        ValueError: If Pillow has no such filter.
+    """
+    name = config.get("interpolation", "bilinear")
+    filters = [each.name.lower() for each in Image.Resampling]
+    check_choice("data.interpolation", str(name).lower(), filters)
+    return name
 
 
 def prepare_squares(

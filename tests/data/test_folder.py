@@ -262,6 +262,27 @@ def test_large_images_of_one_size_are_streamed(root, monkeypatch):
     assert load_data(config).info.streamed
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("augment", "randaugmnt", "'randaugmnt': did you mean 'randaugment'"),
+        ("interpolation", "cubic", "unknown data.interpolation 'cubic': did you mean"),
+        ("crop_pct", 87.5, "data.crop_pct=87.5 must be a fraction of the short side"),
+        ("image_size", "8", "data.image_size='8' must be an integer"),
+        ("skip_unreadable", "False", "skip_unreadable='False' must be True or False"),
+        ("num_validation", 3, "num_validation=3 must be an integer from 0 to 2"),
+    ],
+)
+def test_options_are_checked_before_images_are_decoded(
+    root, monkeypatch, option, value, message
+):
+    monkeypatch.setattr(load, "decode_list", None)
+    config = ConfigDict({"name": "mine", "source": "folder", "data_dir": str(root)})
+    config[option] = value
+    with pytest.raises(ValueError, match=message):
+        load_data(config)
+
+
 def test_every_file_is_opened_once(root, monkeypatch):
     opened = []
     open_image = image_list.open_image

@@ -228,7 +228,7 @@ def test_place_is_applied_to_batches(config):
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"num_workers": -1}, "data.num_workers=-1 must be at least 0"),
+        ({"num_workers": -1}, "num_workers=-1 must be an integer of at least 0"),
         ({"image_size": 0}, "data.image_size=0 must be at least 1"),
         (
             {"image_size": 14, "short_side": 13},

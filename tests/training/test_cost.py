@@ -69,6 +69,7 @@ def test_batched_products_convolutions_and_branches():
         ("TPU v4 lite", 138e12),
         ("TPU v6 lite", 918e12),
         ("cpu", None),
+        ("NVIDIA RTX A1000", None),
     ],
 )
 def test_peaks_by_the_name_of_a_device(kind, peak):

@@ -75,7 +75,7 @@ class Evaluator:
             the ``count`` of labels, and for a timed evaluation ``seconds``.
 
         Raises:
-            ValueError: If the split is empty.
+            ValueError: If the split is empty, or no label counts.
         """
         if not len(split):
             raise ValueError("there is nothing to evaluate on: the split is empty")
@@ -104,6 +104,11 @@ class Evaluator:
                 collect()
         while pending:
             collect()
+        if not np.all(totals["count"] > 0):
+            raise ValueError(
+                f"there is nothing to evaluate on: the split has {len(split)} "
+                "examples, but its batches have no label of positive weight"
+            )
         # One model without a leading axis is a list of one.
         rows = zip(*map(np.ravel, totals.values()), strict=True)
         results = [_means(dict(zip(totals, row, strict=True))) for row in rows]

@@ -1,6 +1,7 @@
 """Top-5 accuracy and the seconds of inference."""
 
 import dataclasses
+import itertools
 import types
 
 import flax.linen as nn
@@ -26,7 +27,7 @@ class Linear(nn.Module):
         return nn.Dense(self.num_classes)(images.reshape(len(images), -1))
 
 
-def evaluate(num_classes, make_eval_step=make_eval_step, **options):
+def evaluate(num_classes, make_eval_step=make_eval_step, split=SPLIT, **options):
     model = Linear(num_classes)
     names = tuple(map(str, range(num_classes)))
     info = dataclasses.replace(make_data().info, class_names=names)
@@ -39,7 +40,7 @@ def evaluate(num_classes, make_eval_step=make_eval_step, **options):
         metrics=metrics_of(info),
     )
     evaluate = evaluator.Evaluator(step, parallel)
-    (result,) = evaluate(variables, SPLIT, 16, **options)
+    (result,) = evaluate(variables, split, 16, **options)
     return result
 
 
@@ -62,3 +63,18 @@ def test_seconds_leave_compilation_out(monkeypatch):
     assert result["seconds"] == 0
     # The batch that runs twice counts once.
     assert result["count"] == len(SPLIT)
+
+
+@pytest.mark.parametrize("num_batches", [0, 1])
+def test_a_split_in_which_no_label_counts_raises(num_batches):
+    class Unweighted:
+        def __len__(self):
+            return 5
+
+        def batches(self, *args):
+            for batch in itertools.islice(SPLIT.batches(*args), num_batches):
+                yield {**batch, "weight": 0 * batch["weight"]}
+
+    message = "has 5 examples, but its batches have no label of positive weight"
+    with pytest.raises(ValueError, match=message):
+        evaluate(3, split=Unweighted())

@@ -93,14 +93,14 @@ class PrefixRow(enum.IntEnum):
 
 
 def check_axes(grid: Grid) -> None:
-    """Checks that a grid is a tuple of whole numbers.
+    """Checks that a grid is a tuple of whole numbers of at least 1, one or more.
 
     Args:
         grid: Size of each axis, in tokens.
 
     Raises:
-        ValueError: If it is not: a single number, a list or sizes that are floats or
-            traced.
+        ValueError: If it is not: a single number, a list, sizes that are floats or
+            traced, or a size of 0.
 
     Example:
         >>> check_axes((3, 4))
@@ -112,6 +112,8 @@ def check_axes(grid: Grid) -> None:
             "grid must be a tuple of the sizes of its axes, such as (7, 7), or (7,) "
             f"for a line, got {shorten(grid)}{hint}"
         )
+    if min(grid, default=0) < 1:
+        raise ValueError(f"grid must have sizes of at least 1, got {grid}")
 
 
 def is_whole(size: Any) -> bool:
@@ -140,17 +142,14 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
 
     Raises:
         ValueError: If the grid is no tuple of sizes, is empty or holds another number
-            of tokens.
+            of tokens, or ``num_prefix`` is negative.
 
     Example:
         >>> check_grid(13, (3, 4), num_prefix=1)
     """
     check_axes(grid)
-    if min(grid, default=0) < 1 or num_prefix < 0:
-        raise ValueError(
-            "a grid needs one axis or more, each with a positive size, and "
-            f"num_prefix >= 0, got grid={grid} and num_prefix={num_prefix}"
-        )
+    if num_prefix < 0:
+        raise ValueError(f"num_prefix must be at least 0, got {num_prefix}")
     expected = num_prefix + math.prod(grid)
     if num_tokens != expected:
         is_symbolic = not isinstance(num_tokens, int | np.integer)

@@ -1,6 +1,7 @@
 """Tests grids, offsets and distances."""
 
 import copy
+import functools
 import itertools
 import pickle
 
@@ -45,9 +46,12 @@ def test_check_grid_names_expected_tokens():
     offsets.check_grid(16, GRID, num_prefix=1)
     with pytest.raises(ValueError, match="3x5 with num_prefix=1 holds 16 .* got 17"):
         offsets.check_grid(17, GRID, num_prefix=1)
+    with pytest.raises(ValueError, match="num_prefix must be at least 0, got -1"):
+        offsets.check_grid(14, GRID, num_prefix=-1)
     for grid in ((0, 5), ()):
-        with pytest.raises(ValueError, match="one axis or more, each with a positive"):
-            offsets.check_grid(0, grid)
+        for check in (offsets.num_table_rows, functools.partial(offsets.check_grid, 0)):
+            with pytest.raises(ValueError, match="grid must have sizes of at least 1"):
+                check(grid)
 
 
 @pytest.mark.parametrize("grid", [6, [3, 5], (3.0, 5.0), "35", None, np.array([3, 5])])

@@ -280,8 +280,7 @@ class LorTranslutionAttention(OffsetAttention):
             )
         if self.rank < 1:
             raise ValueError(
-                "attention 'lor_translution' needs rank >= 1, of a head, got "
-                f"rank={self.rank}"
+                f"attention 'lor_translution' needs rank >= 1, got {self.rank}"
             )
 
     def mix(

@@ -179,7 +179,7 @@ def test_resizing_matrices_of_a_grid_raises(attention, table):
 def test_resizing_to_no_grid_raises(grid):
     model, images = make(SMALL)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
-    message = "grid must be a tuple|a positive size|both need two axes"
+    message = "grid must be a tuple|sizes of at least 1|both need two axes"
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         resize_grid(model, variables, SMALL, grid)
 

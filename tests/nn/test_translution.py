@@ -261,7 +261,7 @@ def test_invalid_calls_raise(kind, options, call, message):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("low", {"rank": 0}, "needs rank >= 1, of a head, got rank=0"),
+        ("low", {"rank": 0}, "needs rank >= 1, got 0"),
         ("low", {"relative": "vq"}, "unknown relative 'vq': did you mean 'v'"),
         ("exact", {"relative": "kqv"}, "unknown relative 'kqv': "),
         ("low", {"relative": "v", "base": False}, "has no scores or no values: choose"),

@@ -307,8 +307,6 @@ class Position(nn.Module):
             return
         if self.site != "none":
             check_axes(grid)
-            if any(size < 1 for size in grid or (0,)):
-                raise ValueError(f"grid must have sizes of at least 1, got {grid}")
         if isinstance(grid, Torus) and not self.periodic:
             raise ValueError(
                 f"position {type(self).__name__} cannot be periodic: choose another, "

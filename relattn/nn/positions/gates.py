@@ -125,9 +125,7 @@ class StringGate(Position):
     def __call__(self, grid: Grid, num_prefix: int) -> list[GatedHeads]:
         """Returns the exponents of each layer."""
         if self.rank < 1:
-            raise ValueError(
-                f"position 'string_gate' needs rank >= 1, got rank={self.rank}"
-            )
+            raise ValueError(f"position 'string_gate' needs rank >= 1, got {self.rank}")
         layers, zeros = self.num_layers, nn.initializers.zeros
         frequencies = self.param(
             "frequencies",

@@ -73,7 +73,7 @@ def test_queries_and_keys_of_each_layer_and_head_have_their_scales(name):
 
 
 def test_rank_zero_raises():
-    with pytest.raises(ValueError, match="'string_gate' needs rank >= 1, got rank=0"):
+    with pytest.raises(ValueError, match="'string_gate' needs rank >= 1, got 0"):
         gates.StringGate(**SIZES, rank=0).init(jax.random.key(0), GRID, 1)
 
 

@@ -197,6 +197,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     meshes = [read_mesh(text) for text in given.meshes.split(",")]
     config = read_config(given.config, given.overrides)
     check_config(config)
+    for name in ("num_classes", "vocab_size"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(given, name)}")
+    if config.num_seeds > 1:
+        raise ValueError(
+            f"config.num_seeds={config.num_seeds}: only the memory of one seed can be "
+            "computed; leave it at 1"
+        )
     path = None
     if given.output is not None:
         path = usable_file(given.output, "--output")

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 import jax
 import jax.export
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from relattn.kernels.checks import check_arguments
@@ -111,8 +112,7 @@ def positive_features(
     Source:
         Choromanski et al., Rethinking Attention with Performers, lemma 1.
     """
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be finite and at least 0, got {eps}")
+    _check_eps(eps)
     # W x~ - |x~|^2 / 2 - log sqrt(features): phi(x) is its exponential.
     projected, half_norm = _project(x, projection, precision)
     log_scale = 0.5 * math.log(projection.shape[0])
@@ -188,7 +188,8 @@ def relu_features(
         x: Queries or keys, shape ``[*batch, n, head_dim]``.
         projection: W, drawn or learned, shape ``[features, head_dim]``.
         bias: b, shape ``[features]``; zero if None.
-        eps: Added to every feature; keeps the sum of weights above zero.
+        eps: Added to every feature; finite, and at least zero. If positive, it keeps
+            the sum of weights above zero.
         precision: Passed to einsum; the highest by default.
 
     Returns:
@@ -196,8 +197,8 @@ def relu_features(
         ``[*batch, n, 1]``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together, or ``x`` and the projection
-            differ in head_dim.
+        ValueError: If shapes or dtypes do not fit together, ``x`` and the projection
+            differ in head_dim, or ``eps`` is negative or not finite.
 
     Example:
         >>> relu_features(-jnp.ones((1, 2)), jnp.eye(2)).dense().tolist()
@@ -206,6 +207,7 @@ def relu_features(
     Source:
         Choromanski et al., Rethinking Attention with Performers, section 4 (ReLU).
     """
+    _check_eps(eps)
     # relu(W x~ + b) + eps.
     projected, half_norm = _project(x, projection, precision)
     if bias is not None:
@@ -400,6 +402,12 @@ def default_num_features(head_dim: int) -> int:
     if head_dim < 1:
         raise ValueError(f"head_dim must be at least 1, got {head_dim}")
     return max(1, int(head_dim * math.log(head_dim)))
+
+
+def _check_eps(eps: float) -> None:
+    """Raises ValueError if the constant of features is negative or not finite."""
+    if not isinstance(eps, Tracer) and not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be finite and at least 0, got {eps}")
 
 
 def _project(

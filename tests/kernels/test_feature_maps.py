@@ -133,9 +133,10 @@ def test_bound_includes_eps():
 
 
 @pytest.mark.parametrize("eps", [-1e-4, float("nan"), float("inf")])
-def test_an_eps_that_is_negative_or_infinite_raises(eps):
+@pytest.mark.parametrize("name", ["positive_features", "relu_features"])
+def test_an_eps_that_is_negative_or_infinite_raises(name, eps):
     with pytest.raises(ValueError, match="eps must be finite and at least 0, got"):
-        feature_maps.positive_features(np.ones((2, 2)), np.eye(2), eps=eps)
+        getattr(feature_maps, name)(np.ones((2, 2)), np.eye(2), eps=eps)
 
 
 def strategy_1(batch, seed):

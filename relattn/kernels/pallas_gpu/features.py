@@ -210,8 +210,8 @@ def find_map(
     elif feature_map.func is feature_maps.relu_features:
         given, eps = options.pop("bias", None), options.pop("eps", 1e-3)
         bias = bias if given is None else jnp.asarray(given)
-        # A constant of the kernel; if negative, weights may be too.
-        if isinstance(eps, int | float) and eps >= 0:
+        # A constant of the kernel.
+        if isinstance(eps, int | float):
             block_map = ReluMap(float(eps))
     elif feature_map.func is feature_maps.trigonometric_features:
         bias = jnp.concatenate([bias, bias - 0.5 * math.pi])

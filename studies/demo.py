@@ -10,6 +10,7 @@ the models say; its address is printed last. Options ``--config.key=value``, suc
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,8 +78,8 @@ def run_demo(
         The table in Markdown.
 
     Raises:
-        ValueError: If there is no variant, a variant does not exist, or the current
-            folder is not the project's root.
+        ValueError: If there is no variant, a variant does not exist, options make two
+            variants one model, or the current folder is not the project's root.
         OSError: If the folder cannot be written to, or a training fails.
     """
     if seeds < 1:
@@ -90,9 +91,16 @@ def run_demo(
     variants = list(dict.fromkeys(variants))
     if not variants:
         raise ValueError("no variant: name at least one by --variants")
-    for variant in variants:
-        # Raises before anything is trained.
-        check_config(read_config(f"{CONFIG}:{variant},quick", overrides))
+    # Raises before anything is trained.
+    configs = [read_config(f"{CONFIG}:{name},quick", overrides) for name in variants]
+    for config in configs:
+        check_config(config)
+    for one, other in itertools.combinations(range(len(variants)), 2):
+        if configs[one] == configs[other]:
+            raise ValueError(
+                f"{variants[one]} and {variants[other]} are one model with these "
+                "options: name one of them by --variants"
+            )
     output = usable_folder(output, "--output")
     print(f"Training {', '.join(variants)} of {CONFIG}; logs in {output}/*/train.log")
     trainings = [

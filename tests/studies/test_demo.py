@@ -49,15 +49,20 @@ def test_invalid_variants_and_seeds_are_rejected(tmp_path):
         run_demo(tmp_path, variants=["learnable_sinco"])
     with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
         run_demo(tmp_path, seeds=0)
+    # Their curves would be one.
+    with pytest.raises(
+        ValueError, match="learnable_sincos and sincos_bias are one mod"
+    ):
+        run_demo(tmp_path, overrides=["--config.model.position=learned"])
 
 
 @pytest.mark.slow
 def test_the_log_of_the_failed_training_is_printed(tmp_path, capfd):
     with pytest.raises(ChildProcessError, match="not trained: learnable_sincos, seed"):
         run_demo(
-            tmp_path, variants=["learnable_sincos"], overrides=["--config.num_steps=-1"]
+            tmp_path, variants=["learnable_sincos"], overrides=["--config.model.pool=x"]
         )
-    message = "learnable_sincos, seed 0 failed; .*train.log ends with:(.|\n)*num_steps"
+    message = "learnable_sincos, seed 0 failed; .*train.log ends with:(.|\n)*pool"
     assert re.search(message, capfd.readouterr().out)
 
 

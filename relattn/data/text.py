@@ -39,7 +39,7 @@ from relattn.data.tokenizers import (
 )
 from relattn.files import open_new, replace_file
 from relattn.json_files import Range, check_json, read_json
-from relattn.messages import check_choice
+from relattn.messages import check_choice, shorten
 
 EMBEDDED_TEXTS = ("tinyshakespeare",)
 EMBEDDED_VAL_FRACTION = 0.1
@@ -93,13 +93,15 @@ def load_text(config: ConfigDict) -> TextData:
         (256, 1003854, 111540)
     """
     length = config.get("context_length", 0)
-    if length < 1:
-        raise ValueError(f"data.context_length={length} must be at least 1")
-    windows = config.get("windows_per_epoch", 0)
-    if windows < 0:
+    if not isinstance(length, int | np.integer) or length < 1:
         raise ValueError(
-            f"data.windows_per_epoch={windows} must be at least 0; 0 is as many as "
-            "cover the text once"
+            f"data.context_length={shorten(length)} must be an integer of at least 1"
+        )
+    windows = config.get("windows_per_epoch", 0)
+    if not isinstance(windows, int | np.integer) or windows < 0:
+        raise ValueError(
+            f"data.windows_per_epoch={shorten(windows)} must be an integer of at least "
+            "0; 0 is as many as cover the text once"
         )
     data_dir = config.get("data_dir", "")
     read = _read_folder if data_dir else _read_embedded

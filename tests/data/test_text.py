@@ -194,14 +194,16 @@ def test_openwebtext_without_folder_raises():
         load_text(make_config("", name="openwebtext"))
 
 
-@pytest.mark.parametrize("keys", [{}, {"context_length": 0}])
-def test_missing_context_length_raises(keys):
-    with pytest.raises(ValueError, match="^data.context_length=0 must be at least"):
+@pytest.mark.parametrize("length", [None, 0, 64.0, "64"])
+def test_missing_context_length_raises(length):
+    keys = {} if length is None else {"context_length": length}
+    message = f"^data.context_length={length or 0!r} must be an integer of at least 1"
+    with pytest.raises(ValueError, match=message):
         load_text(ConfigDict(keys))
 
 
 def test_negative_windows_per_epoch_raises(folder):
-    with pytest.raises(ValueError, match="^data.windows_per_epoch=-1 must be at l"):
+    with pytest.raises(ValueError, match="^data.windows_per_epoch=-1 must be an "):
         load_text(make_config(folder, windows_per_epoch=-1))
 
 

@@ -110,6 +110,9 @@ def channel_mean_std(
             the mean of the values.
         info: Description of the data.
 
+    Raises:
+        ValueError: If ``mean`` or ``std`` is not a tuple of numbers.
+
     Example:
         >>> info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
         >>> channel_mean_std(ConfigDict({"mean": (0.25, 0.75, 0.5)}), info)
@@ -118,7 +121,14 @@ def channel_mean_std(
     channels = info.image_shape[-1]
     found = []
     for key in ("mean", "std"):
-        values = tuple(config.get(key, None) or getattr(info, key))
+        given = config.get(key, None)
+        listed = isinstance(given, list | tuple | None)
+        if not listed or not all(isinstance(x, int | float) for x in given or ()):
+            raise ValueError(
+                f"data.{key}={shorten(given)} must be a tuple of plain numbers, one "
+                "for each channel, such as (0.5,)"
+            )
+        values = tuple(given or getattr(info, key))
         if len(values) != channels:
             values = (sum(values) / len(values),) * channels
         found.append(values)
@@ -135,7 +145,7 @@ def check_statistics(config: ConfigDict, info: DataInfo) -> None:
     Raises:
         ValueError: If ``standardize`` is neither True nor False, or it is set and a
             channel has a standard deviation that is not positive, or a mean that is not
-            finite.
+            within 0 .. 1.
 
     Example:
         >>> info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.0,), 7, "")
@@ -158,11 +168,11 @@ of channel 0 of grey are equal: set data.standardize=False, or use other images
                 f"channel {channel} of {info.name} are equal: set "
                 "data.standardize=False, or use other images"
             )
-        if not (math.isfinite(mean) and 0 < std < math.inf):
+        if not (0 <= mean <= 1 and 0 < std < math.inf):
             raise ValueError(
-                f"channel {channel} of {info.name} has mean {mean} and standard "
-                f"deviation {std}, which must be finite and positive: compute them "
-                "from the training images"
+                f"channel {channel} of {info.name} has mean {mean}, expected 0 to 1, "
+                f"and standard deviation {std}, expected finite and positive: compute "
+                "them from the training images divided by 255"
             )
 
 

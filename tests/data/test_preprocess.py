@@ -106,6 +106,21 @@ def test_negative_image_size_in_config_raises():
     make_preprocess(ConfigDict({"standardize": 1}), info)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mean": 0.1307}, r"data.mean=0.1307 must be a tuple of .* such as \(0.5,\)"),
+        ({"std": ("a",)}, r"data.std=\('a',\) must be a tuple of plain numbers"),
+        ({"mean": (33.3,)}, "has mean 33.3, expected 0 to 1, .* divided by 255"),
+        ({"std": (-1.0,)}, "standard deviation -1.0, expected finite and positive"),
+    ],
+)
+def test_statistics_of_other_types_or_units_raise(changes, message):
+    info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
+    with pytest.raises(ValueError, match=message):
+        make_preprocess(ConfigDict({"standardize": True, **changes}), info)
+
+
 def test_floats_are_refused():
     with pytest.raises(ValueError, match="images are float32, expected uint8 from 0"):
         preprocess(np.zeros((1, 2, 2, 1), np.float32), image_size=2)

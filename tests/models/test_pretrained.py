@@ -655,7 +655,7 @@ def test_a_run_hands_on_the_file_of_its_tokenizer(missing, tmp_path):
         assert read_tokenizer_file(run) == content
         return
     file.unlink()
-    with pytest.warns(UserWarning, match=r"without its tokenizer.json \(.*missing:"):
+    with pytest.warns(UserWarning, match=r"without its tokenizer.json \(.*missing"):
         assert read_tokenizer_file(run) is None
 
 

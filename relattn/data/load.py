@@ -92,12 +92,14 @@ _HELD_OUT = ("num_validation", "split_seed")
 _PHOTOGRAPHS = "photographs that are read during training"
 
 
-def image_options(name: str, image_size: int, **changes: Any) -> ConfigDict:
+def image_options(
+    name: str, image_size: int | tuple[int, int], **changes: Any
+) -> ConfigDict:
     """Returns every option of an image set, for ``config.data``.
 
     Args:
         name: Name of the set.
-        image_size: Height and width of the model's inputs.
+        image_size: Side of the model's inputs, or their height and width.
         **changes: Values that differ from those of `IMAGE_OPTIONS`.
 
     Returns:
@@ -132,7 +134,8 @@ def load_data(config: ConfigDict) -> DataSource:
             ``data_dir`` of arrays (`relattn.data.points.read_points`) with a ``name``.
             Images also have
 
-            - ``image_size``: height and width of the model's inputs;
+            - ``image_size``: side of the model's inputs, or ``(height, width)``, by
+              default those of the images;
             - ``standardize``: whether to subtract the mean of each channel and divide
               by its standard deviation, those of the training images, or those of
               ``mean`` and ``std``, which have no default;

@@ -31,8 +31,8 @@ def make_preprocess(
     """Returns the function that converts a batch to model inputs, for use under jit.
 
     Args:
-        config: Options of the data; ``image_size`` (by default the height as stored),
-            ``standardize`` and ``augment`` apply to images.
+        config: Options of the data; ``image_size`` (by default that of the stored
+            images), ``standardize`` and ``augment`` apply to images.
         info: Description of the data.
 
     Returns:
@@ -61,7 +61,7 @@ def make_preprocess(
             "std": np.asarray(std, np.float32),
         }
     function = functools.partial(
-        preprocess, image_size=input_shape(config, info)[-2], **statistics
+        preprocess, image_size=input_shape(config, info)[-3:-1], **statistics
     )
     stored = stored_shape(config, info)
 
@@ -189,22 +189,49 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
         points.
 
     Raises:
-        ValueError: If ``image_size`` is no integer, below 1 or above `MAX_IMAGE_SIZE`.
+        ValueError: If ``image_size`` is neither an integer nor two, or one is below 1
+            or above `MAX_IMAGE_SIZE`.
+
+    Example:
+        >>> info = ImageInfo("grey", ("a", "b"), (4, 6, 1), (0.5,), (0.5,), 7, "")
+        >>> input_shape(ConfigDict(), info)
+        (4, 6, 1)
+        >>> input_shape(ConfigDict({"image_size": (8, 12)}), info)
+        (8, 12, 1)
+        >>> input_shape(ConfigDict({"image_size": 8}), info)
+        (8, 8, 1)
     """
     if info.kind == "tokens":
         return (info.context_length,)
     if info.kind == "points":
         num_points, num_axes, channels = info.point_shape
         return (num_points, num_axes + channels)
-    *frames, height, _, channels = info.image_shape
-    size = config.get("image_size", height)
-    is_integer = isinstance(size, int | np.integer)
-    if not is_integer or not 1 <= size <= MAX_IMAGE_SIZE:
-        limit = "an integer"
-        if is_integer:
-            limit = "at least 1" if size < 1 else f"at most {MAX_IMAGE_SIZE}"
-        raise ValueError(f"data.image_size={shorten(size)} must be {limit}")
-    return (*frames, int(size), int(size), channels)
+    *frames, height, width, channels = info.image_shape
+    size = config.get("image_size", (height, width))
+    sides = _sides(size, "data.image_size")
+    if info.streamed and sides[0] != sides[1]:
+        raise ValueError(
+            f"data.image_size={shorten(size)} must be one integer: photographs are "
+            "cropped to squares"
+        )
+    return (*frames, *sides, channels)
+
+
+def _sides(size: Any, name: str) -> tuple[int, int]:
+    """Returns the height and width of an image size, which is one side or both."""
+    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    limit = ""
+    whole = (isinstance(x, int | np.integer) and x is not True for x in pair)
+    if len(pair) != 2 or not all(whole):
+        limit = "an integer, or two: the height and the width"
+    elif min(pair) < 1:
+        limit = "at least 1"
+    elif max(pair) > MAX_IMAGE_SIZE:
+        limit = f"at most {MAX_IMAGE_SIZE}"
+    if limit:
+        raise ValueError(f"{name}={shorten(size)} must be {limit}")
+    height, width = map(int, pair)
+    return height, width
 
 
 def stored_shape(config: ConfigDict, info: ImageInfo) -> tuple[int, ...]:
@@ -222,20 +249,22 @@ def stored_shape(config: ConfigDict, info: ImageInfo) -> tuple[int, ...]:
     return input_shape(config, info) if info.streamed else info.image_shape
 
 
-def with_image_size(config: ConfigDict, info: DataInfo, size: int) -> ConfigDict:
+def with_image_size(
+    config: ConfigDict, info: DataInfo, size: int | Sequence[int]
+) -> ConfigDict:
     """Returns the options of the data for model inputs of another size.
 
     Args:
         config: Options of the data.
         info: Description of the data.
-        size: The new height and width.
+        size: The new side of the images, or their height and width.
 
     Returns:
         A copy with another ``image_size``, and a ``short_side`` of photographs in the
         same proportion to it.
 
     Raises:
-        ValueError: If ``size`` is not an integer.
+        ValueError: If ``size`` is neither an integer nor two.
 
     Example:
         >>> info = ImageInfo("mine", ("a",), (4, 4, 1), (0.5,), (1.0,), 7, "")
@@ -243,26 +272,24 @@ def with_image_size(config: ConfigDict, info: DataInfo, size: int) -> ConfigDict
         >>> with_image_size(config, info, 8).short_side
         12
     """
-    if not isinstance(size, int | np.integer):
-        raise ValueError(
-            f"image_size must be an integer, the height and width, got {shorten(size)}"
-        )
+    height, width = _sides(size, "image_size")
     changed = ConfigDict(config.to_dict())
-    changed.image_size = int(size)
+    with changed.ignore_type():
+        changed.image_size = height if height == width else (height, width)
     if config.get("short_side", 0):
-        before = input_shape(config, info)[-2]
-        changed.short_side = round(config.short_side * size / before)
+        before = min(input_shape(config, info)[-3:-1])
+        changed.short_side = round(config.short_side * min(height, width) / before)
     return changed
 
 
 def preprocess(
     images: Shaped[Array | np.ndarray, "batch *frames height width channels"],
     *,
-    image_size: int,
+    image_size: int | Sequence[int],
     mean: Float[Array | np.ndarray, " channels"] | None = None,
     std: Float[Array | np.ndarray, " channels"] | None = None,
     change: Callable[[Array], Array] | None = None,
-) -> Float32[Array, "batch *frames {image_size} {image_size} channels"]:
+) -> Float32[Array, "batch *frames rows columns channels"]:
     """Scales images to [0, 1], resizes them and, given a mean, standardises them.
 
     x -> (resize(change(x / 255)) - mean) / std
@@ -274,7 +301,7 @@ def preprocess(
     Args:
         images: Images, uint8, shape ``[batch, height, width, channels]``, or volumes,
             with frames before the height.
-        image_size: Height and width of the result.
+        image_size: The side of the result, or its height and width.
         mean: Mean of each channel, for values in [0, 1], shape ``[channels]``; None
             leaves the values in [0, 1].
         std: Standard deviation of each channel, shape ``[channels]``; required with
@@ -283,20 +310,19 @@ def preprocess(
             none.
 
     Returns:
-        Model inputs, float32, shape ``[batch, image_size, image_size, channels]``, or
-        with frames before the height.
+        Model inputs, float32, shape ``[batch, *image_size, channels]``, or with frames
+        before the height.
 
     Raises:
-        ValueError: If only one of ``mean`` and ``std`` is given, ``image_size`` is
-            below 1, or the images are not uint8.
+        ValueError: If only one of ``mean`` and ``std`` is given, ``image_size`` is no
+            size, or the images are not uint8.
 
     Example:
         >>> images = np.full((1, 28, 28, 1), 255, np.uint8)
         >>> preprocess(images, image_size=32).shape
         (1, 32, 32, 1)
     """
-    if image_size < 1:
-        raise ValueError(f"image_size={image_size} must be at least 1")
+    sides = _sides(image_size, "image_size")
     if (mean is None) != (std is None):
         raise ValueError("mean and std go together: pass both or neither")
     if images.dtype != np.uint8:
@@ -305,9 +331,9 @@ def preprocess(
             "[0, 1] pass (255 * images).round().astype(np.uint8)"
         )
     if change is None:
-        values = _scale_and_resize(images, image_size)
+        values = _scale_and_resize(images, sides)
     else:
-        values = _resize(change(_scale(images)), image_size)
+        values = _resize(change(_scale(images)), sides)
     return values if mean is None else standardize(values, mean, std)
 
 
@@ -324,8 +350,8 @@ def standardize(
 # Compiled, so that the result does not depend on where they are called from: alone,
 # operations round one by one.
 @functools.partial(jax.jit, static_argnums=1)
-def _scale_and_resize(images: Array | np.ndarray, size: int) -> Array:
-    return _resize(_scale(images), size)
+def _scale_and_resize(images: Array | np.ndarray, sides: tuple[int, int]) -> Array:
+    return _resize(_scale(images), sides)
 
 
 def _scale(images: Array | np.ndarray) -> Array:
@@ -334,12 +360,12 @@ def _scale(images: Array | np.ndarray) -> Array:
     return jnp.minimum(jnp.asarray(images, jnp.float32) / 255, 1)
 
 
-def _resize(images: Array, size: int) -> Array:
+def _resize(images: Array, sides: tuple[int, int]) -> Array:
     """Resizes height and width in sums of few terms.
 
     Matrix products would round differently in batches of another size.
     """
-    for axis in (images.ndim - 3, images.ndim - 2):
+    for axis, size in enumerate(sides, images.ndim - 3):
         if images.shape[axis] != size:
             columns, weights = _triangle(images.shape[axis], size)
             shape = [1] * images.ndim

@@ -70,7 +70,7 @@ def read_images(
 
 def prepare_images(
     images: Any, config: ConfigDict, info: ImageInfo, batch_size: int = 256
-) -> Float32[Array, "n *frames size size channels"]:
+) -> Float32[Array, "n *frames height width channels"]:
     """Converts images of any kind to model inputs, as evaluation does.
 
     Args:
@@ -90,7 +90,7 @@ def prepare_images(
     Example:
         >>> info = ImageInfo("grey", ("a", "b"), (4, 6, 1), (0.5,), (0.5,), 7, "")
         >>> prepare_images(Image.new("L", (12, 8)), ConfigDict(), info).shape
-        (1, 4, 4, 1)
+        (1, 4, 6, 1)
     """
     function = make_preprocess(config, info)
     batches = [
@@ -118,26 +118,27 @@ bilinearly with antialiasing, as 8-bit values. It is then resized to 8x8, in the
 way. Values are pixels / 255.
     """
     *frames, height, width, channels = stored_shape(config, info)
-    size = input_shape(config, info)[-2]
+    *_, rows, columns, _ = input_shape(config, info)
+    size = f"{columns}x{rows}"
     colour = {1: "grey", 3: "RGB"}.get(channels, f"{channels}-channel")
     bilinear = "bilinearly with antialiasing, as 8-bit values"
     resized = bilinear
     if (name := interpolation(config)) != "bilinear":
         resized = f"by {name} interpolation, as 8-bit values"
     parts = [
-        f"Inputs are {colour} images of {size}x{size} pixels.",
+        f"Inputs are {colour} images of {size} pixels.",
         "An image file is decoded upright, as its EXIF orientation says; transparent "
         f"pixels are composited on {config.get('background', 'white')}.",
     ]
     if frames:
         parts = [
-            f"Inputs are {colour} volumes of {frames[0]} frames of {size}x{size} "
-            f"pixels, given as arrays of frames of {height}x{width}."
+            f"Inputs are {colour} volumes of {frames[0]} frames of {size} pixels, "
+            f"given as arrays of frames of {width}x{height}."
         ]
     elif info.streamed:
         parts.append(
             f"Its short side is resized to {short_side(config)} pixels, {resized}, "
-            f"and the central {size}x{size} are cropped."
+            f"and the central {size} are cropped."
         )
     elif config.get("placement", ""):
         parts.append(
@@ -149,8 +150,8 @@ way. Values are pixels / 255.
             f"An image of another size than {width}x{height} is cropped to its central "
             f"part of this shape and resized to it, {bilinear}."
         )
-    if (height, width) != (size, size):
-        parts.append(f"It is then resized to {size}x{size}, in the same way.")
+    if (height, width) != (rows, columns):
+        parts.append(f"It is then resized to {size}, in the same way.")
     values = "pixels / 255"
     if config.get("standardize", False):
         mean, std = (
@@ -181,13 +182,13 @@ def library_preprocessing(config: ConfigDict, info: ImageInfo) -> dict[str, Any]
 'std': [1.0]}
     """
     *_, height, width, channels = stored_shape(config, info)
-    size = input_shape(config, info)[-2]
+    *_, rows, columns, _ = input_shape(config, info)
     mean, std = [0.0] * channels, [1.0] * channels
     if config.get("standardize", False):
         mean, std = map(list, channel_mean_std(config, info))
     return {
-        "resized": short_side(config) if info.streamed else size,
-        "squash": not info.streamed and height != width,
+        "resized": short_side(config) if info.streamed else min(rows, columns),
+        "squash": not info.streamed and (height, rows) != (width, columns),
         "interpolation": interpolation(config) if info.streamed else "bilinear",
         "mean": [float(value) for value in mean],
         "std": [float(value) for value in std],

@@ -31,8 +31,8 @@ def make_maps_fn(run: Run) -> Callable[[Array], AttentionMaps] | None:
     """
     if not hasattr(run.model, "num_prefix"):
         return None
-    size, num_prefix = input_shape(run.config.data, run.data)[0], run.model.num_prefix
-    grid = models.patch_grid((size, size), run.model.patch_size)
+    size, num_prefix = input_shape(run.config.data, run.data)[:2], run.model.num_prefix
+    grid = models.patch_grid(size, run.model.patch_size)
 
     @jax.jit
     def maps(variables, inputs):

@@ -342,8 +342,7 @@ def _num_patches(run: ShiftRun) -> int:
     if not hasattr(model, "num_prefix"):
         # It has no attention maps.
         return 0
-    size = run.image_size
-    return math.prod(models.patch_grid((size, size), model.patch_size))
+    return math.prod(models.patch_grid(run.image_size, model.patch_size))
 
 
 def _encode(x: Num[np.ndarray, "..."], dtype: str = "u1") -> str:

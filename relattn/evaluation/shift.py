@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -97,7 +97,7 @@ class ShiftedPredictions:
         return (self.predicted != NOT_ALLOWED).all(axis=0)
 
 
-def check_shift(max_shift: int, axis: str, image_size: int) -> None:
+def check_shift(max_shift: int, axis: str, image_size: Sequence[int]) -> None:
     """Checks that images of this size can be shifted.
 
     Args:
@@ -107,17 +107,19 @@ def check_shift(max_shift: int, axis: str, image_size: int) -> None:
 
     Raises:
         ValueError: If the axis is unknown, or the shift is negative or moves every
-            pixel out of the image.
+            pixel out of the image, along x or y.
 
     Example:
-        >>> check_shift(8, "x", image_size=32)
+        >>> check_shift(8, "x", image_size=(32, 48))
     """
     if axis not in AXES:
         raise ValueError(f"axis must be x, y or xy, got {axis!r}")
-    if not is_whole(max_shift) or not 0 <= max_shift < image_size:
+    height, width = image_size
+    largest = min(height, width) - 1
+    if not is_whole(max_shift) or not 0 <= max_shift <= largest:
         raise ValueError(
-            f"max_shift={shorten(max_shift)} does not fit images of {image_size} "
-            f"pixels: choose an integer from 0 to {image_size - 1}"
+            f"max_shift={shorten(max_shift)} does not fit images of {width}x{height} "
+            f"pixels: choose an integer from 0 to {largest}"
         )
 
 
@@ -307,20 +309,21 @@ def shifted_predictions(
             features, or the logits are NaN.
     """
     info = check_shiftable(run.data, run.workdir)
-    size = input_shape(run.config.data, info)[0]
+    size = input_shape(run.config.data, info)[:2]
     batch_size = run.config.eval_batch_size
     check_shift(max_shift, axis, size)
     check_boundary(boundary, info.streamed, str(run.workdir))
     margin = max_shift if boundary == "crop" else 0
     if margin:
-        split = _with_margin(cast(StreamedSplit, split), size, margin)
+        split = _with_margin(cast(StreamedSplit, split), size[0], margin)
     shifts = shifts_along(axis, max_shift)
     random_shifts = np.random.default_rng(0).integers(
         -max_shift, max_shift + 1, (len(split), NUM_RANDOM_SHIFTS, 2)
     )
     num_moves = len(shifts) + NUM_RANDOM_SHIFTS
     predicted = np.full((len(split), num_moves), NOT_ALLOWED, np.int32)
-    resize = functools.partial(preprocess, image_size=size + 2 * margin)
+    resized = [side + 2 * margin for side in size]
+    resize = functools.partial(preprocess, image_size=resized)
     num_draws = run.config.eval_draws if draws is None else draws
     predict = make_predict_fn(run, num_draws)
     shift = make_shift_fn(run, boundary, margin)
@@ -420,8 +423,8 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
         # The margin is cut off: what enters on the other side is not seen.
         rule = "circular" if boundary == "crop" else boundary
         images = shift_images(images[index], moves, rule)
-        inner = slice(margin, images.shape[1] - margin)
-        images = images[:, inner, inner]
+        height, width = images.shape[1:3]
+        images = images[:, margin : height - margin, margin : width - margin]
         if not run.config.data.get("standardize", False):
             return images
         return standardize(images, mean, std)

@@ -55,9 +55,9 @@ class ShiftRun:
         return cast(ImageInfo, self.saved.task.info)
 
     @property
-    def image_size(self) -> int:
+    def image_size(self) -> tuple[int, ...]:
         """Height and width, in pixels, of the images that the model sees."""
-        return input_shape(self.saved.task.config.data, self.info)[0]
+        return input_shape(self.saved.task.config.data, self.info)[:2]
 
     def load(self) -> list[Run]:
         """Reads the run of each seed."""
@@ -73,7 +73,7 @@ def open_shift_runs(
     workdirs: Sequence[str | Path] | str | Path,
     *,
     checkpoint: str = "best",
-    image_size: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
     data_dir: str | None = None,
     data: DataSource | None = None,
 ) -> list[ShiftRun]:
@@ -82,8 +82,8 @@ def open_shift_runs(
     Args:
         workdirs: The run directories, or a single one.
         checkpoint: ``"best"`` or ``"latest"``.
-        image_size: Height and width of the images, in pixels, for which the models are
-            resized; None for the size of training.
+        image_size: Side, or height and width, of the images, in pixels, for which the
+            models are resized; None for the size of training.
         data_dir: The folder of the data set; None for the folder of training.
         data: The data set of all runs; None for that of training, unless it was given
             in memory.

@@ -72,7 +72,7 @@ class Pretrained:
         folder = None if self.folder is None else str(self.folder)
         return f"Pretrained({type(self.model).__name__}, {folder!r})"
 
-    def preprocess(self, images: Any) -> Float32[Array, "n size size channels"]:
+    def preprocess(self, images: Any) -> Float32[Array, "n height width channels"]:
         """Converts images to the model's inputs, as the run's evaluation does.
 
         x -> (resize(crop(x) / 255) - mean) / std, with mean and std if the run
@@ -89,9 +89,9 @@ class Pretrained:
             float32 ``[n, *config["image_shape"]]``.
 
         Raises:
-            ValueError: If ``config.json`` does not have the preprocessing, the model
-                sees images that are not square, or an image cannot be read, or its
-                values or channels do not fit.
+            ValueError: If ``config.json`` does not have the preprocessing, a converted
+                model sees images that are not square, or an image cannot be read, or
+                its values or channels do not fit.
             ImportError: Without the extra ``train``.
 
         Example:
@@ -112,12 +112,12 @@ class Pretrained:
                 "them as its authors do"
             )
         *_, height, width, _ = self.config["image_shape"]
-        if height != width:
-            raise ValueError(
-                f"preprocess resizes to squares, but the model sees {height}x{width} "
-                "pixels: resize the images yourself"
-            )
         if "training" not in self.config:
+            if height != width:
+                raise ValueError(
+                    f"preprocess resizes to squares, but the model sees {width}x"
+                    f"{height} pixels: resize the images yourself"
+                )
             require_train("Pretrained.preprocess")
             from relattn.data.user_images import prepare_squares
 
@@ -270,7 +270,7 @@ def data_options(
 
     info = data.read_info(config["data"])
     options = ConfigDict(config["training"]["data"])
-    size = config["image_shape"][-3]
+    size = config["image_shape"][-3:-1]
     return data, info, data.with_image_size(options, info, size)
 
 

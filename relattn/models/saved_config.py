@@ -39,7 +39,7 @@ _SIZES = {
 _STD = [Range(1e-6, 1e6, float)]
 _OPTIONS = {
     "background?": str,
-    "image_size?": Range(0, 2**16),
+    "image_size?": (Range(0, 2**16), [_SIDE] * 2),
     "placement?": str,
     "short_side?": Range(0, 2**16),
     "standardize?": bool,

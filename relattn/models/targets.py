@@ -288,8 +288,10 @@ def _timm(model: Model) -> Files:
     kind = "swiglu" if gated else "plain"
     pretrained_cfg = {"input_size": [channels, height, width], "fixed_input_size": True}
     values = model.config.get("preprocessing")
-    if values and height == width:
-        pretrained_cfg |= preprocessing.write_timm_preprocessing(values, height)
+    # timm resizes to both sides, but to a short side only squares.
+    if values and (height == width or values["squash"]):
+        side = min(height, width)
+        pretrained_cfg |= preprocessing.write_timm_preprocessing(values, side)
     config = {
         "architecture": _TIMM_BASES[kind, options["norm_eps"]],
         "num_classes": options["num_classes"],

@@ -71,8 +71,8 @@ def take_model(
         sizes = {key: _pair(data[key]) for key in keys if key in data}
     elif "image_shape" in source:
         *_, height, width, _ = source["image_shape"]
-        if height == width and config.data.get("source") != "text":
-            sizes["image_size"] = height
+        if config.data.get("source") != "text":
+            sizes["image_size"] = height if height == width else (height, width)
         prepared = {"preprocessing", "training"} & {*source}
         if prepared and config.data.get("source") != "text":
             sizes |= _data_preprocessing(source)

@@ -111,6 +111,9 @@ def _find_type(config: ConfigDict, key: str) -> str:
         options |= models.model_options(model)
     if path == ["model"] and name in options:
         return inspect.formatannotation(options[name].annotation).strip("'")
+    if key == "data.image_size":
+        # A side, or the height and width.
+        return ""
     if name not in parent:
         names = {*parent, *options} if path == ["model"] else {*parent}
         hint = _find_elsewhere(config, name, options) or closest(name, names)

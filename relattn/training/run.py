@@ -58,7 +58,7 @@ class Run:
         step: Number of updates in the checkpoint.
         data: The description of the training data.
         preprocess: Maps a batch, such as ``{"image": uint8 [batch, h, w, channels]}``,
-            to the model's inputs, float32 ``[batch, size, size, channels]``; jit-able.
+            to the model's inputs, float32 ``[batch, *image_size, channels]``; jit-able.
         workdir: The run directory.
         checkpoint: ``"best"`` or ``"latest"``.
         given: Whether the training data were given in memory: calls that need them

@@ -44,7 +44,7 @@ def load_run(
     workdir: str | Path,
     checkpoint: str = "best",
     *,
-    image_size: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
     seed: int | None = None,
 ) -> Run:
     """Loads a run from its directory, without its data.
@@ -59,8 +59,8 @@ def load_run(
             ``"latest"``. A run that was never evaluated has no best checkpoint; its
             latest is loaded. If the latest is damaged, the one before it is loaded with
             a warning, unless the damaged one is the best.
-        image_size: Height and width, in pixels, of the images that the model will see;
-            None for the size of training.
+        image_size: Side, or height and width, of the images that the model will see, in
+            pixels; None for the size of training.
         seed: Which of the seeds that were trained together; None for the first.
 
     Returns:
@@ -154,7 +154,10 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
 
 
 def load_runs(
-    workdir: str | Path, checkpoint: str = "best", *, image_size: int | None = None
+    workdir: str | Path,
+    checkpoint: str = "best",
+    *,
+    image_size: int | tuple[int, int] | None = None,
 ) -> list[Run]:
     """Loads every seed of a run; each checkpoint is verified and read once.
 
@@ -162,8 +165,8 @@ def load_runs(
         workdir: The run directory.
         checkpoint: ``"best"``, by validation accuracy or, for text, loss; or
             ``"latest"``.
-        image_size: Height and width in pixels of the images that the model will see;
-            None for the size of training.
+        image_size: Side, or height and width, of the images that the model will see, in
+            pixels; None for the size of training.
 
     Returns:
         One run for each seed.
@@ -261,7 +264,9 @@ class SavedRun:
 
 
 def open_run(
-    workdir: str | Path, checkpoint: str = "best", image_size: int | None = None
+    workdir: str | Path,
+    checkpoint: str = "best",
+    image_size: int | tuple[int, int] | None = None,
 ) -> SavedRun:
     """Verifies the latest checkpoint of a run and builds its model.
 
@@ -269,8 +274,8 @@ def open_run(
         workdir: The run directory.
         checkpoint: ``"best"``, by validation accuracy or, for text, loss; or
             ``"latest"``.
-        image_size: Height and width in pixels of the images that the model will see;
-            None for the size of training.
+        image_size: Side, or height and width, of the images that the model will see, in
+            pixels; None for the size of training.
 
     Returns:
         The run, without its arrays.
@@ -328,7 +333,7 @@ def _check_best(
             )
 
 
-def _with_image_size(task: Task, image_size: int) -> Task:
+def _with_image_size(task: Task, image_size: int | tuple[int, int]) -> Task:
     """Returns the task for images of another size."""
     if task.info.kind != "images":
         raise ValueError(

@@ -1,5 +1,6 @@
 """Scaling, resizing and standardising under jit."""
 
+import dataclasses
 import functools
 
 import chex
@@ -20,12 +21,14 @@ def test_images_of_the_same_size_are_only_scaled():
     chex.assert_trees_all_close(preprocess(IMAGES, image_size=28), IMAGES / 255)
 
 
-@pytest.mark.parametrize("size", [32, 13])
+@pytest.mark.parametrize("size", [32, 13, (13, 41)])
 def test_resize_equals_pillow(size):
     images = preprocess(IMAGES, image_size=size)
+    height, width = images.shape[1:3]
+    assert size in (height, (height, width))
     for ours, image in zip(np.array(images), IMAGES, strict=True):
         theirs = Image.fromarray(image[..., 0].astype(np.float32))
-        theirs = theirs.resize((size, size), Image.Resampling.BILINEAR)
+        theirs = theirs.resize((width, height), Image.Resampling.BILINEAR)
         np.testing.assert_allclose(ours[..., 0], np.asarray(theirs) / 255, atol=2e-6)
 
 
@@ -99,8 +102,13 @@ def test_negative_image_size_in_config_raises():
         input_shape(ConfigDict({"image_size": -4}), info)
     with pytest.raises(ValueError, match="image_size=99999999999 must be at most"):
         input_shape(ConfigDict({"image_size": 99999999999}), info)
-    with pytest.raises(ValueError, match="data.image_size=8.0 must be an integer"):
-        input_shape(ConfigDict({"image_size": 8.0}), info)
+    for size in (8.0, (8,), (8, 8.0), "8"):
+        match = r"must be an integer, or two: the height and the width"
+        with pytest.raises(ValueError, match=match):
+            input_shape(ConfigDict({"image_size": size}), info)
+    photographs = dataclasses.replace(info, streamed=True)
+    with pytest.raises(ValueError, match="photographs are cropped to squares"):
+        input_shape(ConfigDict({"image_size": (8, 6)}), photographs)
     with pytest.raises(ValueError, match="standardize='False' must be True or False"):
         make_preprocess(ConfigDict({"standardize": "False"}), info)
     make_preprocess(ConfigDict({"standardize": 1}), info)

@@ -126,16 +126,16 @@ def test_report_of_the_first_images(workdir, tmp_path):
 
 
 @pytest.mark.quick(
-    "options0-max_shift=32 does not fit images of 32 pixels",
-    "options1-data.image_size=-4 must be at least 1",
+    "options0-max_shift=32 does not fit images of 32x32 pixels",
+    "options1-image_size=-4 must be at least 1",
     "options2-axis must be x, y or xy",
     "options3-unknown class '10': available: all, 0 to 9",
 )
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_shift": 32}, "max_shift=32 does not fit images of 32 pixels"),
-        ({"image_size": -4}, "data.image_size=-4 must be at least 1"),
+        ({"max_shift": 32}, "max_shift=32 does not fit images of 32x32 pixels"),
+        ({"image_size": -4}, "image_size=-4 must be at least 1"),
         ({"axis": "z"}, "axis must be x, y or xy"),
         ({"classes": 10}, "unknown class '10': available: all, 0 to 9"),
         ({"classes": "trouserr"}, "did you mean 'Trouser'"),

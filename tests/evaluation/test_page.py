@@ -25,6 +25,7 @@ from tests.helpers import browser
 from tests.helpers.export import unchecked_annotations
 
 MAX_SHIFT = 2
+HEIGHT, WIDTH = 16, 20
 
 
 def train(folder, dataset="fashion_mnist", **model):
@@ -35,7 +36,9 @@ def train(folder, dataset="fashion_mnist", **model):
         config.update(num_steps=8, num_epochs=0, progress=False)
         config.schedule.warmup_steps = 0
         config.optimizer.learning_rate = 0.05
-        config.data.update(name=dataset, image_size=16, num_validation=25)
+        config.data.update(name=dataset, num_validation=25)
+        with config.ignore_type():
+            config.data.image_size = (HEIGHT, WIDTH)
     training.train_and_evaluate(config, folder, devices=jax.local_devices()[:1])
     return folder
 
@@ -91,7 +94,7 @@ def test_runs_that_do_not_fit_together_raise(invariant):
         Page(runs, descriptions=["", "", ""])
     with pytest.raises(ValueError, match="no test image can move 8 pixels"):
         Page(runs, boundary="zeros")
-    with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):
+    with pytest.raises(ValueError, match="max_shift=16 does not fit images of 20x16"):
         Page(runs, max_shift=16)
     for key in ("num_shown", "num_images"):
         with pytest.raises(ValueError, match=f"{key}=0 must be an integer of at least"):
@@ -101,8 +104,8 @@ def test_runs_that_do_not_fit_together_raise(invariant):
 @pytest.mark.parametrize(
     ("size", "change", "message"),
     [
-        (32, {}, "image_size=32, .* has 16: a page needs"),
-        (16, {"dataset": "mnist"}, "name='mnist', .* has 'fashion_mnist'"),
+        (32, {}, r"image_size=\(32, 32\), .* has \(16, 20\): a page needs"),
+        ((HEIGHT, WIDTH), {"dataset": "mnist"}, "name='mnist', .* has 'fashion_mnist'"),
     ],
 )
 def test_a_run_on_other_images_raises(size, change, message, invariant):
@@ -169,14 +172,14 @@ def test_the_page_has_what_the_runs_predict(page, workdirs):
     assert data["labels"] == [0, 1, 2] and data["numImages"] == 5
     descriptions = [model["description"] for model in data["models"]]
     assert descriptions == ["Same <everywhere>.", "Knows places."]
-    images = decode(data["images"], 3, 16, 16, 1)
+    images = decode(data["images"], 3, HEIGHT, WIDTH, 1)
     for model, workdir in zip(data["models"], workdirs, strict=True):
         run = training.load_run(workdir)
         assert model["name"] == workdir.name
         found = decode(model["probabilities"], 3, size, size, 10)
         split = load_data(run.config.data).test
         chosen = [np.flatnonzero(split.labels == label)[0] for label in range(5)]
-        resized = preprocess(split.images[np.array(chosen)], image_size=16)
+        resized = preprocess(split.images[np.array(chosen)], image_size=(HEIGHT, WIDTH))
         np.testing.assert_array_equal(images, np.round(255 * resized[:3]))
         correct, predict = [], training.make_predict_fn(run)
         for dy, dx in ((-2, 1), (0, 0), (2, -2)):
@@ -196,8 +199,8 @@ def test_attention_maps_belong_to_the_moved_patches(page):
     exact, plain = read(page)["models"]
     size = 2 * MAX_SHIFT + 1
     assert (exact["reader"], plain["reader"]) == ("CLS", "all patches")
-    assert exact["grid"] == [4, 4]
-    packed = decode(exact["maps"], 3, size, size, 8)
+    assert exact["grid"] == [4, 5]
+    packed = decode(exact["maps"], 3, size, size, 10)
     # The same map for every shift; its patches move with the image.
     np.testing.assert_array_equal(
         packed, np.broadcast_to(packed[:, :1, :1], packed.shape)
@@ -205,7 +208,7 @@ def test_attention_maps_belong_to_the_moved_patches(page):
     assert (packed.max() >> 4) == 15 or (packed & 15).max() == 15
     starts = decode(exact["starts"], 3, size, size, 2, dtype="<u2").astype(int)
     shifts = np.indices((size, size)).transpose(1, 2, 0)
-    expected = (starts[:, :1, :1] + shifts) % 16
+    expected = (starts[:, :1, :1] + shifts) % (HEIGHT, WIDTH)
     np.testing.assert_array_equal(starts, expected)
     assert not decode(plain["starts"], 3, size, size, 2, dtype="<u2").any()
 
@@ -228,7 +231,7 @@ def test_models_without_maps_take_no_room_for_them(invariant):
     (run,) = open_shift_runs(invariant)
     task = dataclasses.replace(run.saved.task, model=models.AlexNet(10))
     saved = dataclasses.replace(run.saved, task=task)
-    assert page_lib._num_patches(run) == 16
+    assert page_lib._num_patches(run) == 20
     assert page_lib._num_patches(dataclasses.replace(run, saved=saved)) == 0
 
 
@@ -252,9 +255,9 @@ def test_with_zeros_every_image_can_move_by_every_shift(tmp_path):
     write_page(open_shift_runs([workdir]), path, boundary="zeros", **options)
     data = read(path)
     (model,) = data["models"]
-    images = jnp.float32(decode(data["images"], 3, 16, 16, 1)) / 255
+    images = jnp.float32(decode(data["images"], 3, HEIGHT, WIDTH, 1)) / 255
     assert images[:, 1:-1, 1:-1].any(axis=(1, 2, 3)).all()
-    border = np.ones((16, 16), bool)
+    border = np.ones((HEIGHT, WIDTH), bool)
     border[1:-1, 1:-1] = False
     assert not images[:, border].any()
     predict = training.make_predict_fn(training.load_run(workdir))
@@ -266,7 +269,7 @@ def test_with_zeros_every_image_can_move_by_every_shift(tmp_path):
 
 
 def test_the_page_is_small_for_models_of_the_demo(page):
-    size = page_lib._page_bytes(np.zeros((3, 16, 16, 1)), 25, [10, 10], [16, 32])
+    size = page_lib._page_bytes(np.zeros((3, HEIGHT, WIDTH, 1)), 25, [10, 10], [20, 40])
     assert size == pytest.approx(page.stat().st_size, abs=2000)
     shown = np.zeros((30, 32, 32, 1))
     assert page_lib._page_bytes(shown, 17**2, [10] * 4, [128] * 4) < 5e6
@@ -277,7 +280,7 @@ def test_maps_are_left_out_of_a_page_that_is_too_large(
     page, workdirs, tmp_path, monkeypatch
 ):
     options = {"max_shift": MAX_SHIFT, "num_shown": 3, "num_images": 5}
-    shown = np.zeros((3, 16, 16, 1))
+    shown = np.zeros((3, HEIGHT, WIDTH, 1))
     smaller = page_lib._page_bytes(shown, 25, [10, 10], [0, 0])
     monkeypatch.setattr(page_lib, "MAX_BYTES", smaller)
     path = tmp_path / "page.html"
@@ -300,7 +303,7 @@ def test_dragging_an_image_changes_the_text(width, page, tmp_path):
     const says = () => data.models[1].says.textContent;
     state.image = 0; show();
     const box = stage.getBoundingClientRect();
-    const one = box.width / 16, seen = [[where(), says()]];
+    const one = box.width / data.shape[1], seen = [[where(), says()]];
     const send = (type, x, y) => stage.dispatchEvent(new PointerEvent(type,
       {clientX: box.x + x * one, clientY: box.y + y * one, pointerId: 1}));
     send("pointerdown", 5, 5); send("pointermove", 6, 3);

@@ -100,12 +100,12 @@ def test_allowed_shifts_lose_nothing():
 @pytest.mark.parametrize("max_shift", [-1, 5, 8])
 def test_shift_larger_than_the_image_is_refused(max_shift):
     with pytest.raises(ValueError, match=f"max_shift={max_shift} does not fit images"):
-        check_shift(max_shift, "x", 5)
+        check_shift(max_shift, "x", (5, 9))
 
 
 def test_unknown_axis_is_refused():
     with pytest.raises(ValueError, match="axis must be x, y or xy, got 'yx'"):
-        check_shift(1, "yx", 5)
+        check_shift(1, "yx", (5, 5))
 
 
 def test_enough_embedded_images_can_move():

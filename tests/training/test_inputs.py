@@ -230,12 +230,14 @@ def make_data(channels=1, **options):
     )
 
 
-@pytest.mark.quick("16-1")
+@pytest.mark.quick("size2-1")
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("size", [SIZE, 8])
+@pytest.mark.parametrize("size", [SIZE, 8, (8, 12)])
 def test_inputs_of_images_in_memory(tmp_path, config, channels, size):
+    sides = (size, size) if isinstance(size, int) else size
     data = make_data(channels)
-    config.data.update(name="mine", image_size=size, standardize=True)
+    with config.ignore_type():
+        config.data.update(name="mine", image_size=size, standardize=True)
     run = make_run(tmp_path, config, data)
     files = [tmp_path / f"{index}.png" for index in range(5)]
     for file, image in zip(files, data.test.images, strict=True):
@@ -245,7 +247,7 @@ def test_inputs_of_images_in_memory(tmp_path, config, channels, size):
         predicted_inputs(run, data.test.images, batch_size=2), expected
     )
     resized = [
-        jax.image.resize(image / np.float32(255), (size, size, channels), "linear")
+        jax.image.resize(image / np.float32(255), (*sides, channels), "linear")
         for image in data.test.images
     ]
     expected = (np.array(resized, np.float64) - data.mean) / data.std
@@ -262,7 +264,7 @@ def test_inputs_of_images_in_memory(tmp_path, config, channels, size):
         for given in (photograph, np.asarray(photograph)):
             np.testing.assert_array_equal(saved.preprocess(given), inputs)
             np.testing.assert_array_equal(predicted_inputs(run, given), inputs)
-    assert saved.preprocess([]).shape == (0, size, size, channels)
+    assert saved.preprocess([]).shape == (0, *sides, channels)
 
 
 @pytest.mark.slow
@@ -325,10 +327,12 @@ def test_standardising_equal_pixels_is_refused(tmp_path, config):
 
 
 def test_shift_function_leaves_unmoved_images_alone(tmp_path, config):
-    config.data.update(name="mine", image_size=SIZE, standardize=True)
+    size = (SIZE, SIZE + 4)
+    with config.ignore_type():
+        config.data.update(name="mine", image_size=size, standardize=True)
     data = make_data()
     run = make_run(tmp_path, config, data)
-    resized = data_lib.preprocess(data.test.images, image_size=SIZE)
+    resized = data_lib.preprocess(data.test.images, image_size=size)
     zeros = np.zeros((5, 2), int)
     found = make_shift_fn(run, "zeros")(resized, np.arange(5), zeros)
     expected = run.preprocess({"image": data.test.images})

@@ -8,6 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from relattn import models
+from relattn.data import ImageInfo, input_shape
 from relattn.spec import LARGEST_FLOAT, SMALLEST
 from relattn.training.config import check_config
 from relattn.training.config_file import read_config
@@ -70,6 +71,13 @@ def test_a_patch_is_a_side_or_a_pair(config, text, value):
     sides = (value, value) if isinstance(value, int) else value
     grid = models.patch_grid((28, 28), model.patch_size)
     assert grid == (28 // sides[0], 28 // sides[1])
+
+
+@pytest.mark.parametrize("text, sides", [("8", (8, 8)), ("(8, 6)", (8, 6))])
+def test_an_image_size_is_a_side_or_a_pair(text, sides):
+    info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
+    found = read_config("rpe_vit", [f"--config.data.image_size={text}"])
+    assert input_shape(found.data, info) == (*sides, 1)
 
 
 @pytest.mark.parametrize("text", ["four", "None", "4.0", "(4,)", "(4, 2, 1)", "True"])

@@ -45,7 +45,8 @@ class PlatformDefaults:
         fused_softmax: Whether kernels for GPUs compute softmax attention without a mask
             of pairs, but with key masks, segments and an offset bias. Without any of
             these, cuDNN still computes it in half precision.
-        fused_translution: Whether kernels for GPUs compute LoR-Translution without
+        fused_translution: Whether kernels for GPUs compute Translution of tokens of at
+            most 128 components, such as the low-rank tokens of LoR-Translution, without
             writing the projections of pairs to memory.
         translution: How Translution and LoR-Translution compute: ``"offsets"``, a loop
             over the offsets; ``"rows"``, over rows of queries; or ``"pairs"``, blocks

@@ -221,7 +221,7 @@ def _read_options(config: ConfigDict) -> _Options:
         augment, AUGMENTATIONS, "data.augment", reserved=("image", "rng")
     )
     function(Image.new("RGB", (1, 1)), rng=np.random.default_rng(0))
-    return _Options(size, side, augment, num_workers)
+    return _Options(int(size), side, augment, num_workers)
 
 
 def _open_split(

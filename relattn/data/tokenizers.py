@@ -225,8 +225,20 @@ class FileTokenizer:
         self.name = tokenizer_name(self.content)
 
     def encode(self, text: str) -> TokenIds:
-        """Returns the ids of the text."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Returns the ids of the text.
+
+        Raises:
+            ValueError: If the tokenizer has no token for a part of the text.
+        """
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:
+            if lacks_resources(error):
+                raise
+            raise ValueError(
+                f"the tokenizer {self.name!r} cannot encode {shorten(text)} "
+                f"({describe_error(error)}): give it an unknown token, or use another"
+            ) from error
         return np.array(ids, token_dtype(self.vocab_size))
 
     def decode(self, tokens: AnyIds) -> str:

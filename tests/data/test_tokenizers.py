@@ -268,6 +268,21 @@ def test_other_and_damaged_files_are_refused(tmp_path, monkeypatch):
         load_tokenizer(str(tmp_path / "no.json"))
 
 
+def test_text_that_a_file_has_no_token_for_is_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    model = {"type": "WordLevel", "vocab": {"to": 0, "be": 1}, "unk_token": "?"}
+    spaces = {"type": "WhitespaceSplit"}
+    file = tmp_path / "tokenizer.json"
+    write_tokenizer(
+        file, model=model, pre_tokenizer=spaces, added_tokens=[], post_processor=None
+    )
+    tokenizer = load_tokenizer(str(file))
+    assert tokenizer.encode("to be").tolist() == [0, 1]
+    message = r"cannot encode 'to see' \(Exception: WordLevel error: Missing \[UNK\]"
+    with pytest.raises(ValueError, match=message):
+        tokenizer.encode("to see")
+
+
 def test_a_run_finds_its_file_again(tmp_path):
     pytest.importorskip("tokenizers")
     name = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json"))).name

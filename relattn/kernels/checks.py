@@ -139,6 +139,19 @@ def bound_hint(size: Any, bound: str) -> str:
     return f': bound the symbolic size by constraints=["{size} {bound}"]'
 
 
+def check_size(name: str, size: Any) -> None:
+    """Raises ValueError unless a size is a whole number of at least 1, or symbolic.
+
+    Example:
+        >>> check_size("window", 0)
+        Traceback (most recent call last):
+        ValueError: window must be at least 1, got 0
+    """
+    _check_whole(name, size)
+    if not is_symbolic_dim(size) and size < 1:
+        raise ValueError(f"{name} must be at least 1, got {size}")
+
+
 def check_static(size: Any, what: str) -> None:
     """Raises ValueError if a number of tokens is symbolic.
 

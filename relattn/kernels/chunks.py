@@ -20,12 +20,6 @@ from relattn.kernels.sums import LinearState, causal_factors
 SAVED = "saved"
 
 
-def check_chunk_size(chunk_size: int, name: str = "chunk_size") -> None:
-    """Raises ValueError if a chunk size is less than one."""
-    if chunk_size < 1:
-        raise ValueError(f"{name} must be at least 1, got {chunk_size}")
-
-
 def scan_chunks(body: Callable, state: Any, chunks: Any) -> tuple[Any, Any]:
     """Scans over chunks; the backward pass computes all but `SAVED` arrays again."""
     policy = jax.checkpoint_policies.save_only_these_names(SAVED)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from relattn.kernels.checks import check_arguments
+from relattn.kernels.checks import check_arguments, check_size
 from relattn.kernels.precision import wide_einsum, widen
 
 # A causal sum is at most n exp(80) / sqrt(features), finite for 6,000 equal keys.
@@ -390,7 +390,7 @@ def default_num_features(head_dim: int) -> int:
         The number of features.
 
     Raises:
-        ValueError: If ``head_dim`` is less than one.
+        ValueError: If ``head_dim`` is less than one or no whole number.
 
     Example:
         >>> default_num_features(48)
@@ -399,8 +399,7 @@ def default_num_features(head_dim: int) -> int:
     Source:
         Choromanski et al., Rethinking Attention with Performers, theorem 4.
     """
-    if head_dim < 1:
-        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+    check_size("head_dim", head_dim)
     return max(1, int(head_dim * math.log(head_dim)))
 
 

@@ -16,10 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import at_most, broadcast_batch, check_arguments
+from relattn.kernels.checks import (
+    at_most,
+    broadcast_batch,
+    check_arguments,
+    check_size,
+)
 from relattn.kernels.chunks import (
     SAVED,
-    check_chunk_size,
     join_chunks,
     scan_chunks,
     split_chunks,
@@ -143,7 +147,7 @@ def linear_attention(
     """
     takes_all = chunk_size is None
     chunk_size = platform_defaults().linear_chunk if takes_all else chunk_size
-    check_chunk_size(chunk_size)
+    check_size("chunk_size", chunk_size)
     check_feature_maps(feature_map, q, k)
 
     def is_one_chunk(x):
@@ -328,7 +332,7 @@ def causal_linear_attention(
         Katharopoulos et al., Transformers are RNNs, section 3.4.
     """
     chunk_size = platform_defaults().causal_chunk if chunk_size is None else chunk_size
-    check_chunk_size(chunk_size)
+    check_size("chunk_size", chunk_size)
     check_feature_maps(feature_map, q, k)
     q = finite_masked(q, key_mask)
     # Queries may have more batch axes: sums of keys that they share exist once.

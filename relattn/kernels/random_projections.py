@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 
+from relattn.kernels.checks import check_size
 from relattn.messages import check_choice, shorten
 
 NORMS = ("chi", "fixed")
@@ -74,7 +75,7 @@ def draw_gaussian(
         The projection, float32, shape ``[num_features, head_dim]``.
 
     Raises:
-        ValueError: If ``num_features`` or ``head_dim`` is less than one.
+        ValueError: If a size is less than one or no whole number.
 
     Example:
         >>> draw_gaussian(jax.random.key(0), 5, 3).shape
@@ -83,7 +84,8 @@ def draw_gaussian(
     Source:
         Choromanski et al., Rethinking Attention with Performers, section 2.3.
     """
-    _check_sizes(num_features, head_dim)
+    check_size("num_features", num_features)
+    check_size("head_dim", head_dim)
     return jax.random.normal(key, (num_features, head_dim), jnp.float32)
 
 
@@ -120,7 +122,8 @@ def draw_orthogonal(
         The projection, float32, shape ``[num_features, head_dim]``.
 
     Raises:
-        ValueError: If a size is less than one or ``norms`` is unknown.
+        ValueError: If a size is less than one or no whole number, or ``norms`` is
+            unknown.
 
     Example:
         >>> w = draw_orthogonal(jax.random.key(0), 2, 3, norms="fixed")
@@ -131,7 +134,8 @@ def draw_orthogonal(
         Yu et al., Orthogonal Random Features, section 3; the signs: Mezzadri, How to
         generate random matrices from the classical compact groups, section 5.
     """
-    _check_sizes(num_features, head_dim)
+    check_size("num_features", num_features)
+    check_size("head_dim", head_dim)
     check_choice("norms", norms, NORMS)
     # Q_1, Q_2, ...: enough square blocks for all rows.
     block_key, norm_key = jax.random.split(key)
@@ -184,8 +188,8 @@ def draw_random_features(
         The projection with its settings.
 
     Raises:
-        ValueError: If a size is less than one, ``norms`` is unknown or ``index`` is
-            negative or no whole number.
+        ValueError: If a size is less than one or no whole number, ``norms`` is unknown,
+            or ``index`` is negative or no whole number.
 
     Example:
         >>> features = draw_random_features(
@@ -300,15 +304,6 @@ def draw_constant(draw: Callable[[Key[Array, ""]], Any]) -> Any:
     """
     with jax.ensure_compile_time_eval(), jax.threefry_partitionable(True):
         return draw(jax.random.key(0, impl="threefry2x32"))
-
-
-def _check_sizes(num_features: int, head_dim: int) -> None:
-    """Checks that a projection is not empty."""
-    if num_features < 1 or head_dim < 1:
-        raise ValueError(
-            "num_features and head_dim must be at least 1, got "
-            f"num_features={num_features} and head_dim={head_dim}"
-        )
 
 
 @jax.jit

@@ -11,7 +11,13 @@ from jax.core import Tracer
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import at_most, bound_hint, broadcast_batch, check_arguments
+from relattn.kernels.checks import (
+    at_most,
+    bound_hint,
+    broadcast_batch,
+    check_arguments,
+    check_size,
+)
 from relattn.kernels.masks import finite_masked, zero_masked
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import softmax_attention
@@ -145,8 +151,7 @@ def local_attention(
         section 4 (local attention); prefix tokens: Beltagy et al., Longformer, section
         3.1 (global attention).
     """
-    if window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+    check_size("window", window)
     n = q.shape[-2]
     check_prefix(n, num_prefix)
     length = n - num_prefix

@@ -18,9 +18,9 @@ from relattn.kernels.checks import (
     broadcast_batch,
     check_arguments,
     check_position,
+    check_size,
     check_static,
 )
-from relattn.kernels.chunks import check_chunk_size
 from relattn.kernels.feature_maps import (
     FeatureMap,
     check_feature_maps,
@@ -158,8 +158,8 @@ def toeplitz_linear_attention(
         Positional Encoding, section 3.2; grids and prefix tokens are ours.
     """
     check_grid(q.shape[-2], grid, num_prefix)
-    check_chunk_size(chunk_size)
-    check_chunk_size(block_size, "block_size")
+    check_size("chunk_size", chunk_size)
+    check_size("block_size", block_size)
     check_feature_maps(feature_map, q, k)
     dense_size = platform_defaults().pairs_size if dense_size is None else dense_size
     rows, dense = num_offsets(grid), q.shape[-2] - num_prefix <= dense_size
@@ -287,9 +287,9 @@ def causal_toeplitz_linear_attention(
         be Too Lazy, section 3.
     """
     dense_size = platform_defaults().pairs_size if dense_size is None else dense_size
-    check_chunk_size(dense_size, "dense_size")
-    check_chunk_size(chunk_size)
-    check_chunk_size(block_size, "block_size")
+    check_size("dense_size", dense_size)
+    check_size("chunk_size", chunk_size)
+    check_size("block_size", block_size)
     check_feature_maps(feature_map, q, k)
     length = q.shape[-2]
     check_static(length, "Causal linear attention with an offset bias")

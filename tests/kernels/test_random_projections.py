@@ -152,12 +152,13 @@ def test_bias_of_fixed_norms_is_as_documented():
     assert abs(standard_errors_from(samples, documented * exact)) < 4
 
 
-@pytest.mark.parametrize("sizes", [(0, 5), (7, 0)])
+@pytest.mark.parametrize("sizes", [(0, 5), (7, 0), (7.0, 5), (7, 2.5)])
 @pytest.mark.parametrize(
     "draw", [random_projections.draw_orthogonal, random_projections.draw_gaussian]
 )
-def test_sizes_below_one_raise(draw, sizes):
-    with pytest.raises(ValueError, match="must be at least 1, got num_features="):
+def test_what_is_no_size_raises(draw, sizes):
+    message = "must be (at least 1, got 0|a whole number)"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
         draw(KEY, *sizes)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from relattn.kernels.checks import check_arguments
+from relattn.kernels.checks import check_arguments, check_size
 from relattn.kernels.masks import zero_prefix
 from relattn.kernels.positions.sinusoids import absolute_frequencies, turns
 from relattn.kernels.precision import widen
@@ -114,8 +114,8 @@ def draw_mixed_frequencies(
         ``[*leading, num_frequencies, axes]``.
 
     Raises:
-        ValueError: If ``num_frequencies`` or ``axes`` is less than 1, or ``base`` is
-            negative.
+        ValueError: If ``num_frequencies`` or ``axes`` is less than one or no whole
+            number, or ``base`` is negative.
 
     Example:
         >>> w = draw_mixed_frequencies(jax.random.key(0), 4, 2, base=100.0)
@@ -126,9 +126,8 @@ def draw_mixed_frequencies(
         Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3;
         initialisation: the authors' code, for two axes.
     """
-    for name, size in {"num_frequencies": num_frequencies, "axes": axes}.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+    check_size("num_frequencies", num_frequencies)
+    check_size("axes", axes)
     base = base or (10000.0 if axes == 1 else 10.0)
     # base^(-t / num) for each direction of the cross.
     counts = [len(part) for part in np.array_split(np.arange(num_frequencies), axes)]

@@ -18,6 +18,7 @@ from relattn.kernels.positions.string import circulant_string
 from relattn.offsets import Torus
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, run
 
 
@@ -169,6 +170,9 @@ def test_mixed_angles_of_prefix_are_zero_and_wrong_axes_raise():
         draw_mixed_frequencies(jax.random.key(0), 4, 0)
     with pytest.raises(ValueError, match="num_frequencies must be at least 1, got 0"):
         draw_mixed_frequencies(jax.random.key(0), 0, 2)
+    message = "num_frequencies must be a whole number, got"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        draw_mixed_frequencies(jax.random.key(0), 2.5, 2)
 
 
 def test_drawn_frequencies_are_float32_with_x64_enabled():

@@ -296,7 +296,7 @@ class FeedForward(nn.Module):
         dim: Width of the tokens.
         mlp_dim: Width of the hidden layer.
         dropout: Dropout rate after the activation.
-        dtype: Compute dtype.
+        dtype: Compute dtype; parameters are float32.
         activation: ``"gelu"``; ``"gelu_tanh"``, its approximation by tanh;
             ``"quick_gelu"``, x sigmoid(1.702 x); or ``"swiglu"``.
         use_bias: Whether the linear layers have a bias.
@@ -347,7 +347,7 @@ class TransformerBlock(nn.Module):
         mlp_dim: Width of the feed-forward network's hidden layer.
         attention_dropout: Dropout rate of the attention's output.
         dropout: Dropout rate of the feed-forward network.
-        dtype: Compute dtype.
+        dtype: Compute dtype; parameters are float32.
         norm_eps: Constant that the norms add to the variance.
         activation: See `FeedForward`.
         norm_type: ``"layer_norm"`` or ``"rms_norm"``, see `make_norm`.

@@ -84,7 +84,7 @@ class SincosBias(Position):
 
     b(d) = sum over axes and scales of (a cos w_s d + b sin w_s d) / sqrt(D), where D is
     the width of a head with the sinusoids that `ConstrainedSincos` concatenates. This
-    is what its positions add to the logits, with the same length scales, coefficients
+    is what its positions add to the scores, with the same length scales, coefficients
     and initial values. Random features then approximate the content alone, and
     attention is translation equivariant for every draw of them.
 

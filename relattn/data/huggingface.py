@@ -178,12 +178,11 @@ def _read_split(
         f"{where} has no column of images",
         "cast it to datasets.Image",
     )
-    kinds = {name: isinstance(x, datasets.ClassLabel) for name, x in features.items()}
-    if not any(kinds.values()):
-        kinds = {
-            name: name in LABEL_COLUMNS and isinstance(x, datasets.Value)
-            for name, x in features.items()
-        }
+    kinds = {
+        name: isinstance(x, datasets.ClassLabel)
+        or (name in LABEL_COLUMNS and isinstance(x, datasets.Value))
+        for name, x in features.items()
+    }
     if not required and not any(kinds.values()):
         return [], ()
     label = _column(

@@ -89,10 +89,7 @@ def test_splits_and_classes_are_read(tmp_path, datasets, make, monkeypatch, stre
     with data.train_loader(5, seed=1, start_step=2) as loader:
         _, batch = next(loader)
     np.testing.assert_array_equal(batch["image"], batches[2]["image"])
-    with (
-        pytest.warns(UserWarning, match="unsupervised"),
-        pytest.raises(ValueError, match="num_validation=1 .* of their own: set data"),
-    ):
+    with pytest.raises(ValueError, match="num_validation=1 .* of their own: set data"):
         load_data(options(tmp_path / "a", num_validation=1))
 
 
@@ -117,6 +114,13 @@ def test_labels_without_names(tmp_path, datasets, make, kind):
     data = load_images(options(tmp_path / "a"))
     assert data.info.class_names == (("a", "b") if kind == "string" else ("9", "10"))
     assert pairs(data.train) == {1: 1, 2: 0, 3: 1}
+
+
+def test_a_column_named_label_is_preferred(tmp_path, datasets, make):
+    source = {"source": (datasets.ClassLabel(names=["web", "camera"]), [0, 0, 1])}
+    found = make([1, 2, 3], ["b", "a", "b"], datasets.Value("string"), **source)
+    found.save_to_disk(tmp_path / "a")
+    assert pairs(load_images(options(tmp_path / "a")).train) == {1: 1, 2: 0, 3: 1}
 
 
 @pytest.mark.parametrize("column", [True, False])
@@ -153,13 +157,13 @@ def test_nothing_is_read_from_a_network_or_from_paths(tmp_path, datasets, make):
 def test_each_problem_is_a_sentence_with_a_fix(tmp_path, datasets, make):
     kind = datasets.ClassLabel(names=["x", "y"])
     two = {"coarse": (kind, [0, 1]), "fine": (kind, [0, 1])}
-    several = make([1, 2], [0, 1], datasets.Value("int64"), **two)
+    several = make([1, 2], [0, 1], **two).remove_columns("label")
     cases = {
         r"no column of labels named 'label', but coarse, fine: rename one of th": (
             several
         ),
         r"has no column of images, only 'label': cast it to datasets.Image$": (
-            several.select_columns(["label"])
+            make([1, 2], [0, 1]).select_columns(["label"])
         ),
         r"has no column of labels, only 'image': cast it to datasets.ClassLabel$": (
             several.select_columns(["image"])

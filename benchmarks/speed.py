@@ -33,6 +33,7 @@ from relattn.evaluation.figures import save_figure
 from relattn.files import open_new
 from relattn.messages import closest
 from relattn.training.workdir import describe_cpu, usable_folder
+from studies.report import last_line
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
@@ -74,7 +75,7 @@ def _run_apart(module: str, **request: Any) -> dict[str, Any]:
     if process.returncode < 0:
         reason = f"killed by signal {-process.returncode} (out of memory?)"
     else:
-        reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        reason = last_line(process.stderr) or "no message"
     return {"skipped": reason}
 
 

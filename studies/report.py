@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,8 @@ def last_line(text: str) -> str:
         >>> last_line("Traceback\nValueError: no\n")
         'ValueError: no'
     """
-    lines = text.strip().splitlines()
+    # After the message, JAX notes that the traceback lacks frames.
+    lines = re.sub(r"-{20}\nFor simplicity, JAX .*", "", text).strip().splitlines()
     return lines[-1] if lines else ""
 
 

@@ -86,7 +86,10 @@ def test_table_without_published_values_and_with_failures(tmp_path):
         tmp_path / "run", TEXT, rows=rows, **losses, validation_accuracy=0.5
     )
     failed = make_training(tmp_path / "other", TEXT, label="translution")
-    failed.error = "training translution failed; log ends with:\nno memory"
+    failed.error = (
+        "training translution failed; log ends with:\nno memory\n"
+        "--------------------\nFor simplicity, JAX has removed its internal frames.\n"
+    )
     results = study_results(preset, {("rope", ""): [done]}, [failed])
     text = study_table(preset, results)
     assert "| rope | 2.71M | 2.000 | 7.389 | 50.0 | 7 |" in text

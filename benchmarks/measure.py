@@ -25,6 +25,8 @@ from benchmarks.speed_cases import CASES, Case, Sizes
 from relattn import command
 from relattn.training.workdir import describe_cpu
 
+# A function to time, and the bytes that XLA plans for it beside the inputs.
+_Prepared = tuple[Callable[[], Any], int | None]
 _MEGABYTE = 1e6
 # No further repeat starts after this time.
 _LONGEST_SECONDS = 60.0
@@ -35,8 +37,9 @@ def measure(
 ) -> dict[str, Any]:
     """Measures a kernel's time and its peak memory beyond the inputs.
 
-    The peak is that of the device if it has memory statistics (GPU), else that of the
-    process (CPU), without compilation.
+    On a CPU the peak is that of the process, without compilation. Elsewhere, where no
+    peak can be reset and tests of the compiler count too, it is what XLA plans, and for
+    PyTorch what it allocates.
 
     Args:
         kernel: Key of `CASES`.
@@ -66,10 +69,12 @@ def measure(
             f"{available / 1e9:.1f} GB available"
         }
     prepare = {"jax": _prepare_jax, "torch": _prepare_torch}[case.framework]
-    for name, run in prepare(case, sizes, backward).items():
+    for name, (run, planned) in prepare(case, sizes, backward).items():
         base = _start_peak(device, case.framework)
         run()
         used = peak_memory(device, case.framework) - base
+        if planned is not None and device.platform != "cpu":
+            used = planned
         row[f"{name}_memory_mb"] = max(0, used) / _MEGABYTE
         times = _time(run, repeats)
         row[f"{name}_ms"] = statistics.median(times)
@@ -116,25 +121,26 @@ def forward_backward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
     return both
 
 
-def _prepare_jax(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callable]:
+def _prepare_jax(case: Case, sizes: Sizes, backward: bool) -> dict[str, _Prepared]:
     """Makes compiled functions that block until the result is ready."""
     function, inputs = case.make(sizes)
-    # Compiled ahead of time, so that the compiler's memory is not counted.
-    forward = jax.jit(function).lower(*inputs).compile()
-    runs = {"forward": lambda: jax.block_until_ready(forward(*inputs))}
+    programs = {"forward": (function, inputs)}
     if backward:
         out = jax.eval_shape(function, *inputs)
-        inputs_and_cotangent = [jnp.ones(out.shape, out.dtype), *inputs]
-        both = (
-            jax.jit(forward_backward(function)).lower(*inputs_and_cotangent).compile()
-        )
-        runs["forward_backward"] = lambda: jax.block_until_ready(
-            both(*inputs_and_cotangent)
-        )
-    return runs
+        inputs = [jnp.ones(out.shape, out.dtype), *inputs]
+        programs["forward_backward"] = (forward_backward(function), inputs)
+
+    def prepared(function: Callable, inputs: Sequence[Any]) -> _Prepared:
+        # Compiled ahead of time, so that the compiler's memory is not counted.
+        compiled = jax.jit(function).lower(*inputs).compile()
+        memory = compiled.memory_analysis()
+        planned = memory.temp_size_in_bytes + memory.output_size_in_bytes
+        return lambda: jax.block_until_ready(compiled(*inputs)), planned
+
+    return {name: prepared(*program) for name, program in programs.items()}
 
 
-def _prepare_torch(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callable]:
+def _prepare_torch(case: Case, sizes: Sizes, backward: bool) -> dict[str, _Prepared]:
     """Makes functions to time, after a warm-up call."""
     import torch
 
@@ -149,8 +155,8 @@ def _prepare_torch(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callab
 
         return run_and_wait
 
-    return {"forward": finished(forward)} | (
-        {"forward_backward": finished(forward_backward)} if backward else {}
+    return {"forward": (finished(forward), None)} | (
+        {"forward_backward": (finished(forward_backward), None)} if backward else {}
     )
 
 

@@ -76,7 +76,8 @@ def test_all_kernels_are_measured(kernel):
 
 def test_memory_is_the_peak_beyond_the_use_before(monkeypatch):
     peaks = iter([12e6, 4e6])
-    runs = dict.fromkeys(("forward", "forward_backward"), lambda: None)
+    run = (lambda: None, 9_000_000)
+    runs = dict.fromkeys(("forward", "forward_backward"), run)
     monkeypatch.setattr(measure, "_prepare_jax", lambda *_: runs)
     monkeypatch.setattr(measure, "_start_peak", lambda *_: 5_000_000)
     monkeypatch.setattr(measure, "peak_memory", lambda *_: int(next(peaks)))
@@ -84,6 +85,12 @@ def test_memory_is_the_peak_beyond_the_use_before(monkeypatch):
     assert row["forward_memory_mb"] == 7.0
     # Memory is never negative, even if the system did not reset the peak.
     assert row["forward_backward_memory_mb"] == 0
+    # A GPU's peak cannot be reset, and has the compiler's tests.
+    gpu = types.SimpleNamespace(platform="gpu", memory_stats=dict, device_kind="H200")
+    monkeypatch.setattr(measure, "peak_memory", lambda *_: 12_000_000)
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    row = measure.measure("linear", SIZES, repeats=1)
+    assert row["forward_memory_mb"] == row["forward_backward_memory_mb"] == 9.0
 
 
 def test_pytorch_is_measured_on_the_device_of_jax(monkeypatch):

@@ -8,6 +8,7 @@ import gc
 import io
 import multiprocessing
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -514,6 +515,7 @@ def read_batches(
 
     Raises:
         ValueError: If a script starts processes and has no main guard.
+        ChildProcessError: If one of the processes was killed.
     """
     check_main_guard(num_workers)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
@@ -530,8 +532,7 @@ def read_batches(
         )
     iterator = iter(dataset)
     try:
-        # Ends at an error: the next batch of a worker that failed never comes.
-        yield (_copy(batch) for batch in iterator)
+        yield _copies(iterator)
     finally:
         iterator.close()
         if num_workers:
@@ -540,9 +541,21 @@ def read_batches(
             gc.collect()
 
 
-def _copy(batch: Batch) -> Batch:
-    """Copies a batch, so that the workers' shared memory is freed at once."""
-    return {key: np.array(value) for key, value in batch.items()}
+def _copies(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Copies batches, so that the workers' shared memory is freed at once."""
+    try:
+        for batch in batches:
+            yield {key: np.array(value) for key, value in batch.items()}
+    # Ends at an error: the next batch of a worker that failed never comes.
+    except RuntimeError as error:
+        if "Worker process was terminated" not in str(error):
+            raise
+        code = "".join(re.findall(r"exit code (-?\d+)", str(error)))
+        raise ChildProcessError(
+            f"a process that reads images ended with exit code {code}, perhaps for "
+            "want of memory: lower data.num_workers, or batch_size, and repeat the "
+            "command"
+        ) from error
 
 
 def _start_worker(worker: int, num_workers: int) -> None:

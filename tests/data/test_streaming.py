@@ -217,6 +217,25 @@ def test_batches_end_at_an_error():
         assert not list(batches)
 
 
+def test_a_sentence_says_that_a_worker_was_killed():
+    class Killed(EvalBatches):
+        def __getitem__(self, number):
+            # The error of grain.
+            raise RuntimeError(
+                "Worker process was terminated unexpectedly with exit code -9. Search "
+                "the logs above for the source of the crash."
+            )
+
+    images = Photographs([], np.arange(5), 3, "FOLDER")
+    source = Killed(images, batch_size=1, image_size=3, short_side=4)
+    message = "reads images ended with exit code -9, perhaps .*: lower data.num_workers"
+    with (
+        read_batches(source, num_workers=0) as batches,
+        pytest.raises(ChildProcessError, match=message),
+    ):
+        next(batches)
+
+
 def test_place_is_applied_to_batches(config):
     with load_data(config).train_loader(5, 0, place=indices) as loader:
         step, placed = next(loader)

@@ -70,7 +70,8 @@ class PointTransformer(nn.Module):
         (1, 3)
 
     Source:
-        Ours; `relattn.nn.positions.FourierValues` has the source of the encoding.
+        Ours; `relattn.nn.positions.fourier.FourierValues` has the source of the
+        encoding.
     """
 
     num_classes: int

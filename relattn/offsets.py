@@ -116,6 +116,23 @@ def check_axes(grid: Grid) -> None:
         raise ValueError(f"grid must have sizes of at least 1, got {grid}")
 
 
+def check_torus(torus: Torus) -> None:
+    """Checks that a grid is a torus.
+
+    Args:
+        torus: Size of each axis, in tokens.
+
+    Raises:
+        ValueError: If it is a plain grid, or no grid.
+
+    Example:
+        >>> check_torus(Torus((3, 4)))
+    """
+    if not isinstance(torus, Torus):
+        raise ValueError(f"torus must be a relattn.Torus, got {shorten(torus)}")
+    check_axes(torus)
+
+
 def is_whole(size: Any) -> bool:
     """Returns whether a size is a whole number; the value of a traced one is unknown.
 
@@ -148,8 +165,11 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
         >>> check_grid(13, (3, 4), num_prefix=1)
     """
     check_axes(grid)
-    if num_prefix < 0:
-        raise ValueError(f"num_prefix must be at least 0, got {num_prefix}")
+    if not is_whole(num_prefix) or num_prefix < 0:
+        raise ValueError(
+            "num_prefix must be a whole number of at least 0, got "
+            f"{shorten(num_prefix)}"
+        )
     expected = num_prefix + math.prod(grid)
     if num_tokens != expected:
         is_symbolic = not isinstance(num_tokens, int | np.integer)

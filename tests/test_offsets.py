@@ -46,7 +46,7 @@ def test_check_grid_names_expected_tokens():
     offsets.check_grid(16, GRID, num_prefix=1)
     with pytest.raises(ValueError, match="3x5 with num_prefix=1 holds 16 .* got 17"):
         offsets.check_grid(17, GRID, num_prefix=1)
-    with pytest.raises(ValueError, match="num_prefix must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="num_prefix must be a whole .* 0, got -1"):
         offsets.check_grid(14, GRID, num_prefix=-1)
     for grid in ((0, 5), ()):
         for check in (offsets.num_table_rows, functools.partial(offsets.check_grid, 0)):

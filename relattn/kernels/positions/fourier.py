@@ -19,7 +19,14 @@ from relattn.kernels.checks import check_arguments
 from relattn.kernels.masks import zero_prefix
 from relattn.kernels.positions.sinusoids import turns
 from relattn.kernels.precision import wide_einsum, widen
-from relattn.offsets import Torus, check_prefix, table_offsets
+from relattn.messages import shorten
+from relattn.offsets import (
+    Torus,
+    check_prefix,
+    check_torus,
+    is_whole,
+    table_offsets,
+)
 
 
 def torus_frequencies(
@@ -55,10 +62,14 @@ def torus_frequencies(
 
 def _torus_periods(torus, num_frequencies):
     """Returns whole numbers of periods, [waves, axes], the longest waves first."""
-    if num_frequencies is not None and num_frequencies < 0:
-        raise ValueError(f"num_frequencies must be at least 0, got {num_frequencies}")
-    if not isinstance(torus, Torus):
-        raise ValueError(f"torus must be a relattn.Torus, got {torus!r}")
+    check_torus(torus)
+    if num_frequencies is not None and not (
+        is_whole(num_frequencies) and num_frequencies >= 0
+    ):
+        raise ValueError(
+            "num_frequencies must be a whole number of at least 0, or None, got "
+            f"{shorten(num_frequencies)}"
+        )
     # The shortest offsets: k, and in the same order -k.
     periods = table_offsets(torus)
     index = np.ravel_multi_index(tuple((-periods % np.array(torus)).T), torus)
@@ -153,6 +164,7 @@ def table_spectrum(
         The discrete Fourier transform; the tables: Translution: Unifying Self-attention
         and Convolution, section 3.3.
     """
+    check_torus(torus)
     num_rows = math.prod(torus)
     if table.shape[0] != num_rows:
         raise ValueError(

@@ -14,7 +14,7 @@ from relattn.kernels.masks import zero_prefix
 from relattn.kernels.positions.sinusoids import absolute_frequencies, turns
 from relattn.kernels.precision import widen
 from relattn.kernels.random_projections import draw_orthogonal
-from relattn.offsets import Torus, check_prefix
+from relattn.offsets import Torus, check_prefix, check_torus
 
 
 @check_arguments
@@ -46,8 +46,8 @@ def rotary_angles(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, ``head_dim`` is odd or less
-            than twice the number of axes, ``base`` is not positive, the torus has other
-            axes, or ``num_prefix`` is negative or exceeds n.
+            than twice the number of axes, ``base`` is not positive, ``torus`` is a
+            plain grid or has other axes, or ``num_prefix`` is negative or exceeds n.
 
     Example:
         >>> rotary_angles(np.array([[0.0], [5.0]]), 4, base=100.0).tolist()
@@ -64,6 +64,8 @@ def rotary_angles(
             f"rotary positions of {axes} axes need an even head_dim (dim / num_heads) "
             f"of at least {2 * axes}, got {head_dim}"
         )
+    if torus is not None:
+        check_torus(torus)
     if torus is not None and len(torus) != axes:
         raise ValueError(
             f"positions of {axes} axes need a torus of as many, got {torus}"

@@ -228,6 +228,18 @@ def test_positions_may_be_real_of_three_axes_and_differ_between_examples():
             r"positions of 1 axes need a torus of as many, got Torus\(\(5, 5\)\)",
         ),
         (
+            lambda: kernels.rotary_angles(np.ones((5, 1)), 4, torus=(5,)),
+            r"torus must be a relattn.Torus, got \(5,\)",
+        ),
+        (
+            lambda: kernels.rotary_angles(np.ones((5, 1)), 4, torus=Torus((0,))),
+            "grid must have sizes of at least 1",
+        ),
+        (
+            lambda: kernels.torus_frequencies(Torus((5,)), 2.5),
+            "num_frequencies must be a whole number of at least 0, or None, got 2.5",
+        ),
+        (
             lambda: kernels.table_spectrum(np.ones((12, 2)), torus=Torus((3, 3))),
             "3x3 tokens has 9 offsets, but the table 12 rows: leave out those of",
         ),
@@ -239,10 +251,10 @@ def test_positions_may_be_real_of_three_axes_and_differ_between_examples():
         ),
         (
             lambda: kernels.torus_frequencies(Torus((3, 3)), -1),
-            "num_frequencies must be at least 0, got -1",
+            "num_frequencies must be a whole number of at least 0, or None, got -1",
         ),
     ],
 )
 def test_errors_name_expected_values(call, message):
-    with pytest.raises(ValueError, match=message):
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
         call()

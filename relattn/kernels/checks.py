@@ -56,7 +56,7 @@ def check_arguments(function: Function) -> Function:
     @functools.cache
     def sizes():
         hints = typing.get_type_hints(function)
-        return [name for name, hint in hints.items() if hint in (int, int | None)]
+        return {name: hint for name, hint in hints.items() if hint in (int, int | None)}
 
     @functools.cache
     def layouts():
@@ -68,8 +68,10 @@ def check_arguments(function: Function) -> Function:
     def checked(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         arrays, chosen = {}, {}
-        for name in sizes():
-            _check_whole(name, bound.arguments.get(name))
+        for name, hint in sizes().items():
+            size = bound.arguments.get(name, 0)
+            if size is not None or hint is int:
+                _check_whole(name, size)
 
         def read(name, value, choices):
             if value is None:
@@ -234,8 +236,8 @@ def _parse_layouts(hint):
 
 
 def _check_whole(name, size):
-    """Checks that a size is a whole number, or None, when the kernel is traced."""
-    if size is None or is_symbolic_dim(size) or is_whole(size):
+    """Checks that a size is a whole number when the kernel is traced."""
+    if is_symbolic_dim(size) or is_whole(size):
         return
     traced = isinstance(size, Tracer)
     hint = f": add {name!r} to the static_argnames of jax.jit" if traced else ""

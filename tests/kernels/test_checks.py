@@ -471,6 +471,18 @@ def traced_call_with(name, **changes):
             "window must be a whole number, got 2.5$",
         ),
         (
+            call_with("local_attention", window=1, num_prefix=None),
+            "num_prefix must be a whole number, got None$",
+        ),
+        (
+            lambda: kernels.offset_buckets(np.arange(3), max_distance=float("nan")),
+            "max_distance must be a whole number, got nan$",
+        ),
+        (
+            lambda: kernels.resize_table(np.ones(6), (6,), (-6,)),
+            r"grid must have sizes of at least 1, got \(-6,\)",
+        ),
+        (
             lambda: kernels.absolute_frequencies(2.5),
             "num must be a whole number, got 2.5$",
         ),

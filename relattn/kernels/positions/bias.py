@@ -22,6 +22,7 @@ from relattn.offsets import (
 )
 
 
+@check_arguments
 def offset_buckets(
     offsets: Int[np.ndarray, "..."],
     *,
@@ -46,8 +47,9 @@ def offset_buckets(
         Buckets 0 .. ``num_buckets`` - 1, same shape as ``offsets``.
 
     Raises:
-        ValueError: If ``num_buckets`` cannot be split evenly, or ``max_distance`` is at
-            most half the buckets of a direction.
+        ValueError: If the offsets or a number are not whole, ``num_buckets`` cannot be
+            split evenly, or ``max_distance`` is at most half the buckets of a
+            direction.
 
     Example:
         >>> offset_buckets(np.array([0, 1, 7, 8, 16, 127, 999, -1])).tolist()

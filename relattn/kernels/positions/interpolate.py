@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from relattn.kernels.checks import check_arguments
 from relattn.kernels.precision import widen
-from relattn.offsets import Grid
+from relattn.offsets import Grid, check_axes
 
 
 @check_arguments
@@ -47,7 +47,8 @@ def resize_table(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, the table does not have the
-            rows of the old grid, or the grids differ in their number of axes.
+            rows of the old grid, or the grids differ in their number of axes or are no
+            tuples of sizes.
 
     Example:
         >>> resize_table(jnp.array([1.0, 3.0, 99.0]), (2,), (4,), num_others=1).shape
@@ -58,6 +59,8 @@ def resize_table(
         Keys, Cubic Convolution Interpolation for Digital Image Processing (a = -1/2;
         without ``antialias`` a = -3/4, as ``torch.nn.functional.interpolate`` has it).
     """
+    for grid in (old, new):
+        check_axes(grid)
     if len(old) != len(new):
         raise ValueError(
             f"a table of {len(old)} axes cannot be resized to {len(new)}: expected a "

@@ -40,7 +40,7 @@ def length_scale_frequencies(
         Horn et al., Translational Equivariance in Kernelizable Attention, the authors'
         code; appendix A.2 only says "as conventional absolute positional encodings".
     """
-    if num_scales < 1 or base <= 0:
+    if num_scales < 1 or not base > 0:
         raise ValueError(
             "length scales need num_scales >= 1 and base > 0, got "
             f"num_scales={num_scales} and base={base}"

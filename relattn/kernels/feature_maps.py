@@ -429,7 +429,7 @@ def _multiply(
     if x.shape[-1] != projection.shape[-1]:
         raise ValueError(
             f"the projection takes vectors of head_dim {projection.shape[-1]}, got "
-            f"{x.shape[-1]}; draw it with head_dim={x.shape[-1]}"
+            f"{x.shape[-1]}: draw it with head_dim={x.shape[-1]}"
         )
     # Exponentials multiply the error of this small product.
     precision = jax.lax.Precision.HIGHEST if precision is None else precision

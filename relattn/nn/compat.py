@@ -168,7 +168,7 @@ def dot_product_attention(
             raise ValueError(
                 f"implementation {implementation!r} is jax.nn's, which takes at most "
                 f"one batch axis and no options, got query of shape {query.shape} and "
-                f"options {sorted(options)}; {USE_SOFTMAX}"
+                f"options {sorted(options)}: {USE_SOFTMAX}"
             )
         # Its annotations leave out traced scales and windows in lists.
         attend = cast(Any, jax.nn.dot_product_attention)
@@ -395,7 +395,7 @@ def split_attention_mask(
                 return jnp.asarray(keys), is_causal
     raise ValueError(
         f"mask of shape {allowed.shape} is neither a padding mask, the same for all "
-        f"queries and heads, nor a causal one with padding; {USE_SOFTMAX}"
+        f"queries and heads, nor a causal one with padding: {USE_SOFTMAX}"
     )
 
 

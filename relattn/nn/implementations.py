@@ -270,36 +270,36 @@ def _check_supported(kernel, arguments, is_causal, return_residual, sizes):
     name = name_of(kernel)
     if is_causal and kernel.func not in _CAUSAL:
         raise ValueError(
-            f"{name} has no causal form; choose from "
+            f"{name} has no causal form: choose from "
             f"{', '.join(map(name_of, _CAUSAL))}, or leave out is_causal=True"
         )
     if is_causal and n != m and kernel.func not in _WITHOUT_POSITIONS:
         raise ValueError(
             f"{name} with is_causal=True needs as many queries as keys, whose "
-            f"positions it uses, got {n} queries and {m} keys; to decode, use the "
+            f"positions it uses, got {n} queries and {m} keys: to decode, use the "
             "layers of relattn.nn"
         )
     if "bias" in arguments and kernel.func is not kernels.softmax_attention:
         raise ValueError(
-            f"{name} takes no bias of pairs; {USE_SOFTMAX}, or "
+            f"{name} takes no bias of pairs: {USE_SOFTMAX}, or "
             "functools.partial(toeplitz_linear_attention, bias=...) with a bias for "
             "each offset"
         )
     if return_residual and kernel.func is not kernels.softmax_attention:
         raise ValueError(
-            f"{name} computes no scores, whose exponentials return_residual=True sums; "
+            f"{name} computes no scores, whose exponentials return_residual=True sums: "
             f"{USE_SOFTMAX}"
         )
     if "mask" in arguments and not takes(kernel, "mask"):
         raise ValueError(
             f"{name} takes a mask of keys, [batch, 1, 1, m], got shape "
-            f"{arguments['mask'].shape}; use is_causal=True instead of a causal mask, "
+            f"{arguments['mask'].shape}: use is_causal=True instead of a causal mask, "
             "and mask=key_mask[:, None, None], or key_mask= of attention_fn, instead "
             "of a padding mask (relattn.split_attention_mask splits Flax's masks "
             f"apart), or {USE_SOFTMAX}"
         )
     if "key_mask" in arguments and not takes(kernel, "key_mask"):
-        raise ValueError(f"{name} takes no mask of keys; {USE_SOFTMAX}")
+        raise ValueError(f"{name} takes no mask of keys: {USE_SOFTMAX}")
 
 
 def _check_options(name, options, parameters):

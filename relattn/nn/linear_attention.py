@@ -399,8 +399,8 @@ class BandedAttention(RandomFeatureAttention):
         check_choice("cls", self.cls, banded.PLACES, " of attention 'banded'")
         if not self.position_heads and self.num_heads % 2:
             raise ValueError(
-                "attention 'banded' makes half of the heads position heads: "
-                f"num_heads must be even, got {self.num_heads}; or pass "
+                "attention 'banded' needs an even num_heads, half of which are "
+                f"position heads, got {self.num_heads}: change it, or pass "
                 "position_heads"
             )
         if not 0 <= self.position_heads <= self.num_heads:

@@ -237,7 +237,7 @@ def build(
     if causal and not make_attention.func.has_causal_form:
         fitting = [name for name, entry in ATTENTIONS.items() if entry.has_causal_form]
         raise ValueError(
-            f"attention {attention!r} has no causal form; choose from "
+            f"attention {attention!r} has no causal form: choose from "
             f"{', '.join(fitting)}"
         )
     sizes = {"dim": dim, "num_heads": num_heads, "head_dim": head_dim}
@@ -333,7 +333,7 @@ def _resolve_position(
             fitting = [name for name, entry in POSITIONS.items() if entry.site in sites]
             raise ValueError(
                 f"position {term!r} acts at the site {make.func.site!r}, which "
-                f"attention {attention!r} does not support; it takes position "
+                f"attention {attention!r} does not support: it takes position "
                 f"{', '.join(fitting)}"
             )
     if len(makers) == 1:
@@ -345,11 +345,11 @@ def _resolve_position(
     if max(len(values), len(others)) > 1:
         raise ValueError(
             f"position {position!r} has {len(values) + len(others)} terms that reach "
-            "the attention; a sum takes one for the scores, one for the values, and "
+            "the attention: a sum takes one for the scores, one for the values, and "
             "any number that are added to the tokens"
         )
     if values and any(make.func is relative.RelativeValue for make in others):
         raise ValueError(
-            f"position {position!r} has 2 terms that change the values; choose one"
+            f"position {position!r} has 2 terms that change the values: choose one"
         )
     return functools.partial(base.PositionSum, makers=tuple(makers))

@@ -82,7 +82,7 @@ class OffsetAttention(MultiHeadAttention):
             return (offsets.num_table_rows(grid, num_prefix, **where),)
         if self.causal:
             raise ValueError(
-                "Translution with absolute=True has no causal form; choose "
+                "Translution with absolute=True has no causal form: choose "
                 "absolute=False"
             )
         return (len(offsets.is_prefix(grid, num_prefix)),) * 2

@@ -201,7 +201,7 @@ def test_effect_of_eps_is_as_documented():
 
 def test_different_head_dims_raise():
     projection = np.ones((NUM_FEATURES, HEAD_DIM))
-    with pytest.raises(ValueError, match="head_dim 5, got 3; draw it with head_dim=3"):
+    with pytest.raises(ValueError, match="head_dim 5, got 3: draw it with head_dim=3"):
         feature_maps.positive_features(np.ones((2, 3)), projection)
 
 

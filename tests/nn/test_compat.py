@@ -205,15 +205,15 @@ def test_a_bias_of_offsets_is_an_option_of_the_kernel():
         ),
         (
             {"implementation": "favor", "mask": allowed(BATCH, 1, N, M)},
-            r"favor takes a mask of keys, .* got shape \(3, 1, 7, 11\); use is_causal",
+            r"favor takes a mask of keys, .* got shape \(3, 1, 7, 11\): use is_causal",
         ),
         (
             {"implementation": "favor", "bias": draw(1, 1, N, M)},
-            "favor takes no bias of pairs; use implementation='softmax'",
+            "favor takes no bias of pairs: use implementation='softmax'",
         ),
         (
             {"implementation": kernels.linformer_attention, "is_causal": True},
-            "linformer_attention has no causal form; choose from softmax_attention",
+            "linformer_attention has no causal form: choose from softmax_attention",
         ),
         (
             {"implementation": kernels.banded_attention},

@@ -71,7 +71,7 @@ def test_output_equals_the_reference_with_linear_projections(k):
     [
         ("linformer(k=0)", False, "needs k >= 1, got 0"),
         ("linformer(sharing='head')", False, "'head' of attention 'linformer': did"),
-        ("linformer", True, "attention 'linformer' has no causal form; choose from"),
+        ("linformer", True, "attention 'linformer' has no causal form: choose from"),
     ],
 )
 def test_invalid_options_raise(attention, causal, message):

@@ -43,7 +43,7 @@ SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
             "constrained_sincos",
             {},
             "position 'constrained_sincos' acts at the site 'heads', which attention "
-            "'banded' does not support; it takes position none, learned, sincos",
+            "'banded' does not support: it takes position none, learned, sincos",
         ),
         (
             "favor",
@@ -55,7 +55,7 @@ SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
             "softmax",
             "rope2d(base=10.0) + learned + relative_bias",
             {},
-            "has 2 terms that reach the attention; a sum takes one for",
+            "has 2 terms that reach the attention: a sum takes one for",
         ),
         ("softmax", "learned + ropes", {}, "unknown position 'ropes': did you mean"),
         (
@@ -64,14 +64,14 @@ SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
             {"num_heads": 5},
             "num_heads must divide dim unless",
         ),
-        ("banded", "none", {"num_heads": 3}, "heads must be even, got 3"),
+        ("banded", "none", {"num_heads": 3}, "half of which are position heads, got 3"),
         ("banded(clip=0)", "none", {}, "needs clip >= 1, got 0"),
         ("banded(cls='cls')", "none", {}, "unknown cls 'cls' of attention 'banded'"),
         (
             "banded",
             "none",
             {"causal": True},
-            "attention 'banded' has no causal form; choose from softmax, favor",
+            "attention 'banded' has no causal form: choose from softmax, favor",
         ),
         ("banded(position_heads=5)", "none", {}, "has 4 heads, got position_heads=5"),
     ],

@@ -131,7 +131,7 @@ def test_centroids_do_not_depend_on_masked_tokens(layer):
         ("routing(window=-1)", False, "window >= 1, or 0 for n / clusters, got -1"),
         ("routing(local_heads=3)", False, "has 2 heads, got local_heads=3"),
         ("routing(decay=2.0)", False, "needs decay from 0 to 1, got 2.0"),
-        ("routing", True, "attention 'routing' has no causal form; choose from"),
+        ("routing", True, "attention 'routing' has no causal form: choose from"),
     ],
 )
 def test_invalid_options_raise(attention, causal, message):

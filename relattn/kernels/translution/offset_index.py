@@ -239,7 +239,7 @@ class CausalOffsets(_OffsetIndex):
         elif table.shape[0] < self.length:
             raise ValueError(
                 f"{name} has weights for {table.shape[0]} offsets, too few for a "
-                f"sequence of {self.length} tokens; shorten the sequence or build the "
+                f"sequence of {self.length} tokens: shorten the sequence or build the "
                 "model for a longer one"
             )
         return table

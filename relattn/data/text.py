@@ -103,6 +103,7 @@ def load_text(config: ConfigDict) -> TextData:
             f"data.windows_per_epoch={shorten(windows)} must be an integer of at least "
             "0; 0 is as many as cover the text once"
         )
+    length, windows = int(length), int(windows)
     data_dir = config.get("data_dir", "")
     read = _read_folder if data_dir else _read_embedded
     name, meta, tokens, origin = read(config, length)

@@ -594,6 +594,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     record, card = open_card(path)
     rows = record["rows"]
     names = choose_rows(given.only, rows)
+    if not names:
+        print(f"{path} has these rows: choose another --output to measure them again")
+        return
     print(", ".join(f"{name} {x:.3g}/s" for name, x in card.ceilings.items()))
     with tqdm(total=len(names), unit=" rows", disable=None) as progress:
         deadline = started + 60 * given.minutes

@@ -101,6 +101,11 @@ def test_a_damaged_file_is_refused(tmp_path, capsys):
     path.write_text(json.dumps(record | {"rows": {ACCURACY: errors}}))
     rows = run(tmp_path, minutes=0)["rows"]
     assert np.isnan(rows[ACCURACY]["bfloat16"]["values"])
+    run(tmp_path, ACCURACY)
+    out = capsys.readouterr().out
+    assert out.endswith(
+        "has these rows: choose another --output to measure them again\n"
+    )
 
 
 def test_names_of_rows_are_unique():

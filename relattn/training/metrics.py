@@ -46,11 +46,20 @@ def cross_entropy(
     Returns:
         One loss for each label; NaN for a label that is no class.
 
+    Raises:
+        ValueError: If there is not one integer for each row of logits.
+
     Example:
         >>> loss = cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))
         >>> bool(jnp.allclose(loss, jnp.log(4.0)))
         True
     """
+    if labels.shape != logits.shape[:-1] or labels.dtype.kind not in "biu":
+        raise ValueError(
+            f"the batch has labels of the shape {labels.shape} and dtype "
+            f"{labels.dtype}, expected integers of the shape {logits.shape[:-1]}: "
+            "yield the number of a class, or of a token, for each row of logits"
+        )
     # As an index, -1 would be the last class, and other libraries pad with -100.
     labels = jnp.where(labels < 0, logits.shape[-1], labels)
     return optax.softmax_cross_entropy_with_integer_labels(

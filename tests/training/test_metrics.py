@@ -125,3 +125,13 @@ def test_the_loss_of_a_label_that_is_no_class_is_nan():
     for loss in (METRICS["loss"].values, lambda *x: smoothed_cross_entropy(*x, 0.1)):
         found = quick_jit(loss)(logits, labels)
         assert np.isnan(found).tolist() == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "labels", [np.zeros((3, 1), int), np.zeros(3), np.zeros(2, int)]
+)
+def test_labels_that_are_not_one_integer_for_each_row_raise(labels):
+    message = r"expected integers of the shape \(3,\): yield the number of a class, or"
+    for loss in (METRICS["loss"].values, lambda *x: smoothed_cross_entropy(*x, 0.1)):
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            loss(jnp.zeros((3, 5)), jnp.asarray(labels))

@@ -151,7 +151,7 @@ def run_linearize(
         )
     if not settings.batch_size:
         settings = dataclasses.replace(settings, batch_size=run.config.batch_size)
-    source = {"step": run.step, "config": run.pretrained_config()["training"]}
+    source = _source(run)
     _check_source(output / "results.json", source)
     data = data_lib.load_data(run.config.data) if data is None else data
     linearizations = {}
@@ -172,6 +172,10 @@ def run_linearize(
             write_json(output / "results.json", results)
             replace_file(output / "table.md", linearize_table(results))
     return linearize_table(results)
+
+
+def _source(run: Run) -> dict[str, Any]:
+    return {"step": run.step, "config": run.pretrained_config()["training"]}
 
 
 def _check_source(path: Path, source: Mapping[str, Any]) -> None:
@@ -236,11 +240,11 @@ class Linearization:
         self, stage: str, compute: Callable[[], tuple[Any, dict[str, Any]]]
     ) -> tuple[Any, dict[str, Any]]:
         """Returns a stage's variables and result; computes them unless they exist."""
-        folder, made = self.folder / stage, self.settings.of(stage)
-        file = folder / "result.json"
+        folder, file = self.folder / stage, self.folder / stage / "result.json"
+        made = {"settings": self.settings.of(stage), "source": _source(self.run)}
         if file.exists():
             found = read_json(file, {"settings": dict, "result": dict})
-            if found["settings"] == made:
+            if {name: found.get(name) for name in made} == made:
                 return pretrained.load_pretrained(folder).variables, found["result"]
             file.unlink()
         start = time.monotonic()
@@ -254,7 +258,7 @@ class Linearization:
             values["attention"] = self.attention
         tokenizer = read_tokenizer_file(self.run)
         pretrained.save_pretrained(folder, config, variables, tokenizer=tokenizer)
-        write_json(file, {"settings": made, "result": result})
+        write_json(file, {**made, "result": result})
         return variables, result
 
     def batches(self, steps: int) -> Iterator[Batch]:

@@ -9,10 +9,17 @@ from ml_collections import ConfigDict
 
 import relattn
 from relattn.data import PointInfo
+from relattn.models import pretrained
 from relattn.training import linearize, train_and_evaluate
 from relattn.training.config_file import read_config
 from relattn.training.task import INPUT_DTYPES
-from studies.linearize import METRIC, Settings, linearize_table, run_linearize
+from studies.linearize import (
+    METRIC,
+    Linearization,
+    Settings,
+    linearize_table,
+    run_linearize,
+)
 
 TINY = [
     "--config.model.attention=softmax",
@@ -163,6 +170,31 @@ def test_study_swaps_imitates_and_fine_tunes(tmp_path, name, monkeypatch):
     monkeypatch.setattr(linearize, "imitate_softmax", forbidden)
     monkeypatch.setattr(linearize, "swap_attention", forbidden)
     assert linearized() == text
+
+
+def test_stages_of_another_run_are_not_reused(tmp_path, monkeypatch):
+    """The results, which name the run, may be missing."""
+
+    def linearization(step):
+        run = types.SimpleNamespace(
+            step=step, pretrained_config=lambda: {"training": {}}
+        )
+        return Linearization(run, None, "relu", Settings(), tmp_path)
+
+    file = tmp_path / "swapped" / "result.json"
+    file.parent.mkdir()
+    made = {"settings": Settings().of("swapped"), "source": {"step": 1, "config": {}}}
+    file.write_text(json.dumps({**made, "result": {"accuracy": 0.5}}))
+    loaded = types.SimpleNamespace(variables="found")
+    monkeypatch.setattr(pretrained, "load_pretrained", lambda folder: loaded)
+
+    def compute():
+        raise NotImplementedError
+
+    found = linearization(1).complete("swapped", compute)
+    assert found == ("found", {"accuracy": 0.5})
+    with pytest.raises(NotImplementedError):
+        linearization(2).complete("swapped", compute)
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if config.num_seeds > 1:
         raise ValueError(
             f"config.num_seeds={config.num_seeds}: only the memory of one seed can be "
-            "computed; leave it at 1"
+            "computed: leave it at 1"
         )
     path = None
     if given.output is not None:

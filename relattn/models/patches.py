@@ -106,12 +106,12 @@ def patch_grid(image_size: Sequence[int], patch_size: PatchSize) -> tuple[int, .
     if any(side > size for size, side in pairs):
         raise ValueError(
             f"patch_size={patch_size} is larger than the image of {shown} "
-            "pixels; choose a smaller patch or larger images, whose channels come last"
+            "pixels: choose a smaller patch or larger images, whose channels come last"
         )
     if min(patch) < 1 or any(size % side for size, side in pairs):
         raise ValueError(
             f"patch_size={patch_size} does not divide the image of {shown} "
-            "pixels; choose a divisor or images of another size"
+            "pixels: choose a divisor or images of another size"
         )
     return tuple(size // side for size, side in pairs)
 

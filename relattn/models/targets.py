@@ -342,7 +342,7 @@ def _hf(make_form: Callable[[Mapping[str, Any]], _Form], model: Model) -> Files:
     if form.family != "vit" and (height != width or patch[0] != patch[1]):
         raise ValueError(
             f"it has images of {height}x{width} pixels and patches of {patch[0]}x"
-            f"{patch[1]}, not squares; export it as stablehlo or onnx"
+            f"{patch[1]}, not squares: export it as stablehlo or onnx"
         )
     sizes = {
         "hidden_size": options["dim"],

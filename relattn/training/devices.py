@@ -98,7 +98,7 @@ def choose_devices(
             multiple = f"a multiple of {num_processes}, " if num_processes > 1 else ""
             raise ValueError(
                 f"config.num_devices={config.num_devices} does not fit the "
-                f"{len(devices)} devices{shared}; set it to {multiple}at most "
+                f"{len(devices)} devices{shared}: set it to {multiple}at most "
                 f"{most * num_processes}, or to 0 for as many as divide the batch"
             )
         return first(count)

@@ -47,7 +47,7 @@ class MeshParallel(Parallel):
         if n % model_axis:
             fitting = ", ".join(str(m) for m in range(1, n + 1) if n % m == 0)
             raise ValueError(
-                f"config.model_axis={model_axis} does not divide the {n} devices; set "
+                f"config.model_axis={model_axis} does not divide the {n} devices: set "
                 f"it to one of {fitting}"
             )
         local = len(self.local_devices)

@@ -125,7 +125,7 @@ class Parallel(abc.ABC):
             if accumulate_steps > 1:
                 by += f" times config.accumulate_steps={accumulate_steps}"
             raise ValueError(
-                f"{key}={batch_size} is not divisible by {by}; set it to {sizes}"
+                f"{key}={batch_size} is not divisible by {by}: set it to {sizes}"
             )
 
     def round_up(self, batch_size: int) -> int:

@@ -422,7 +422,7 @@ def _mean_over_micro_batches(
     if size % count:
         raise ValueError(
             f"config.accumulate_steps={count} does not divide the {size} examples of "
-            "config.batch_size on a device; change one of them"
+            "config.batch_size on a device: change one of them"
         )
     # Each takes every count-th example, so that it is on all devices of a mesh.
     split = jax.tree.map(

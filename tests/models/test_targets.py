@@ -180,7 +180,7 @@ def test_checkpoints_are_written_as_pytorch_wrote_them(name, library):
             "hf",
             {"pool": "cls_mean", "patch_size": [2, 1]},
             "DINOv2 cannot hold this model: it has images of 4x4 pixels and patches of "
-            "2x1, not squares; export it as stablehlo or onnx",
+            "2x1, not squares: export it as stablehlo or onnx",
         ),
         (
             {**VIT, "image_shape": [4, 16, 1]},

@@ -369,7 +369,7 @@ def test_a_batch_trains_on_the_most_devices_that_divide_it(config, tmp_path, cap
 def test_a_batch_that_does_not_divide_is_an_error_before_any_work(config, tmp_path):
     config.update(batch_size=22, num_devices=4)
     with pytest.raises(
-        ValueError, match=r"config.batch_size=22 is not divisible by the 4 devices; set"
+        ValueError, match=r"config.batch_size=22 is not divisible by the 4 devices: set"
     ):
         training.train_and_evaluate(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

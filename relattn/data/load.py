@@ -375,7 +375,9 @@ def _reading(config: ConfigDict) -> dict[str, Any]:
         "data.augment",
         reserved=("images", "draws", "image", "rng"),
     )
-    short_side(config)
+    # Photographs have one side; images in memory may have two.
+    if not isinstance(config.get("image_size", 0), list | tuple):
+        short_side(config)
     interpolation(config)
     return {"background": background, "skip_unreadable": skip_unreadable}
 

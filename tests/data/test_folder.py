@@ -257,7 +257,10 @@ def test_images_of_several_sizes_are_streamed(tmp_path):
 def test_large_images_of_one_size_are_streamed(root, monkeypatch):
     config = ConfigDict({"name": "mine", "source": "folder", "num_validation": 1})
     config.data_dir = str(root)
-    assert isinstance(load_data(config), ImageData)
+    for size in (5, (3, 5)):
+        config.image_size = size
+        assert isinstance(load_data(config), ImageData)
+        del config.image_size
     monkeypatch.setattr(load, "MEMORY_BYTES", 3 * 3 * 5 * 4 - 1)
     assert load_data(config).info.streamed
 

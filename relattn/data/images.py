@@ -362,9 +362,11 @@ def check_class_names(
         >>> check_class_names(["cat", "dog"])
         ('cat', 'dog')
     """
-    names = tuple(names) if isinstance(names, Iterable) else (names,)
+    # A text would be a class for each letter.
+    text = isinstance(names, str)
+    names = tuple(names) if isinstance(names, Iterable) and not text else (names,)
     for name in names:
-        if not isinstance(name, str) or not name:
+        if text or not isinstance(name, str) or not name:
             raise ValueError(
                 f"{where} must be a name for each label, such as ('cat', 'dog'), got "
                 f"{shorten(name)}"

@@ -131,6 +131,7 @@ def test_a_source_of_relattn_is_not_replaced():
         ({"labels": np.zeros((7, 1), int)}, r"\(7, 1\) .*: pass labels\[:, 0\]"),
         ({"class_names": ["a"]}, r"images has fewer than 2 classes \(1\): add"),
         ({"class_names": 2}, r"names must be a name for each label, .*'dog'\), got 2"),
+        ({"class_names": "ab"}, "names must be a name for each label, .*, got 'ab'"),
         (
             {"class_names": range(2)},
             "_names must be a name for each label, .*got 0",

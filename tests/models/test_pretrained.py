@@ -409,6 +409,9 @@ def test_options_that_change_the_weights_name_a_fix(tmp_path):
         relattn.load_pretrained(tmp_path, model={"dim": 12})
     with pytest.raises(ValueError, match="'gpt' is for tokens and needs vocab_size"):
         pretrained.build({"model": {"name": "gpt"}})
+    for config in ({}, {"model": None}, {"model": {"dim": 8}}):
+        with pytest.raises(ValueError, match="the configuration has no model: pass"):
+            pretrained.build(config)
 
 
 @pytest.mark.slow

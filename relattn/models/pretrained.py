@@ -625,13 +625,13 @@ def build(config: Mapping[str, Any]) -> nn.Module:
         >>> build({"model": {"name": "gpt"}, "vocab_size": 11, "context_length": 5}).dim
         192
     """
-    options = config.get("model")
-    if not isinstance(options, Mapping) or "name" not in options:
+    try:
+        name, values = config["model"]["name"], {}
+    except (KeyError, TypeError) as error:
         raise ValueError(
             "the configuration has no model: pass {'model': {'name': ..., ...}, ...}, "
             f"got {shorten(config)}"
-        )
-    name, values = options["name"], {}
+        ) from error
     # An unknown name has no sizes; build_model refuses it.
     if name in models.MODELS:
         sizes = models.DATA_ARGUMENTS[models.MODELS[name].inputs]
@@ -639,7 +639,7 @@ def build(config: Mapping[str, Any]) -> nn.Module:
         values = {size: config[size] for size in sizes if size in config}
     for size in {"image_shape", "point_shape"} & {*values}:
         values[size] = tuple(values[size])
-    return models.build_model(options, **values)
+    return models.build_model(config["model"], **values)
 
 
 def abstract(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -305,7 +305,7 @@ def test_the_mlp_head_has_gradients():
             {"num_relative_layers": 4},
             "num_relative_layers must be from 0 (all layers) to num_layers=3, got 4",
         ),
-        ({"attention": "lor_translution(rank=0)"}, "needs rank >= 1, of a head, got"),
+        ({"attention": "lor_translution(rank=0)"}, "needs rank >= 1, got 0"),
         ({"attention": "translution(relative='qx')"}, "unknown relative 'qx': did"),
         ({"attention": "translution(relative='')"}, "unknown relative '': avail"),
         ({"attention": "translution(rank=2)"}, "'translution' has no option 'rank'"),

@@ -362,8 +362,8 @@ def test_a_run_takes_the_most_devices_that_its_batch_fits(owners, changes, chose
     "owners, count, message",
     [
         (ONE, 9, "the 8 devices: set it to at most 8, or to 0"),
-        (TWO, 3, "the 8 devices of 2 processes; set it to a multiple of 2, at most 8"),
-        (TWO, 10, "the 8 devices of 2 processes; set it to a multiple of 2, at most 8"),
+        (TWO, 3, "the 8 devices of 2 processes: set it to a multiple of 2, at most 8"),
+        (TWO, 10, "the 8 devices of 2 processes: set it to a multiple of 2, at most 8"),
     ],
 )
 def test_more_devices_than_available_are_refused(owners, count, message):

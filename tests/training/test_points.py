@@ -33,7 +33,9 @@ def make_data():
     features = rng.normal(size=(37, 5, 2))
     mask = np.arange(5) < 2 + np.arange(37)[:, None] % 4
     split = data_lib.PointSplit.from_arrays(positions, labels, features, mask)
-    return data_lib.PointData.from_splits("spreads", split, "abc", num_validation=11)
+    return data_lib.PointData.from_splits(
+        "spreads", split, tuple("abc"), num_validation=11
+    )
 
 
 def make_config():
@@ -155,7 +157,7 @@ def test_what_a_run_on_points_cannot_do_is_said(finished, capsys):
         "images",
         np.zeros((9, 4, 4, 1), np.uint8),
         np.arange(9) % 3,
-        class_names="abc",
+        class_names=tuple("abc"),
         num_validation=3,
     )
     with pytest.raises(ValueError, match="on points, but images has images"):

@@ -89,11 +89,11 @@ def _label(name: str) -> str:
     return _LABELS.get(name, name)
 
 
-def figure1() -> str:
+def figure1(study: str) -> str:
     """Returns the accuracies of the Performers on Fashion-MNIST, also under shifts."""
-    shifted = _shift_accuracies("performer_figure1_shift.csv")
+    shifted = _shift_accuracies(f"{study}_shift.csv")
     rows = []
-    for row in _rows("performer_figure1.json"):
+    for row in _rows(f"{study}.json"):
         name = row["name"]
         model = read_config(f"performer:{name}").model
         known = published_name(model.name, model.attention, model.position)
@@ -526,7 +526,8 @@ TABLES: dict[str, Callable[[], str]] = {
         "rpe_vit_cifar10.json",
         {"cifar10_val_acc": "validation", "cifar10_test_acc": "test"},
     ),
-    "performer_figure1": figure1,
+    "performer_figure1": lambda: figure1("performer_figure1"),
+    "performer_figure1_pixels": lambda: figure1("performer_figure1_pixels"),
     "performer_table1": baselines,
     "translution_mnist": lambda: study(
         "translution_mnist.json",

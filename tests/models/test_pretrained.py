@@ -182,6 +182,9 @@ def test_images_are_prepared_as_the_checkpoint_says(
     large = relattn.load_pretrained(tmp_path / "out", image_size=12)
     assert large.config["preprocessing"]["resized"] == 2 * expected["resized"]
     assert large.preprocess(PHOTO).shape == (1, 12, 12, 3)
+    oblong = relattn.load_pretrained(tmp_path / "out", image_size=(12, 6))
+    with pytest.raises(ValueError, match="squares, but the model sees 6x12 pixels"):
+        oblong.preprocess(PHOTO)
 
 
 @pytest.mark.parametrize(

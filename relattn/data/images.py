@@ -363,10 +363,10 @@ def check_class_names(
         ('cat', 'dog')
     """
     # A text would be a class for each letter.
-    text = isinstance(names, str)
-    names = tuple(names) if isinstance(names, Iterable) and not text else (names,)
+    listed = isinstance(names, Iterable) and not isinstance(names, str)
+    names = tuple(names) if listed else (names,)
     for name in names:
-        if text or not isinstance(name, str) or not name:
+        if not listed or not isinstance(name, str) or not name:
             raise ValueError(
                 f"{where} must be a name for each label, such as ('cat', 'dog'), got "
                 f"{shorten(name)}"

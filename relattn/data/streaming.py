@@ -196,11 +196,6 @@ def _make_streamed(
 def _read_options(config: ConfigDict) -> _Options:
     """Reads and checks the options of photographs."""
     size, num_workers = config.get("image_size", 224), config.get("num_workers", 0)
-    if not isinstance(size, int | np.integer):
-        raise ValueError(
-            f"data.image_size={shorten(size)} must be an integer: photographs are "
-            "cropped to squares"
-        )
     side = short_side(config)
     if not 1 <= size <= side:
         raise ValueError(

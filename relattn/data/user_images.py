@@ -312,7 +312,7 @@ def short_side(config: ConfigDict) -> int:
         if not isinstance(value, int | np.integer) or not 0 <= value <= MAX_IMAGE_SIZE:
             raise ValueError(
                 f"data.{option}={shorten(value)} must be an integer from 0 to "
-                f"{MAX_IMAGE_SIZE}"
+                f"{MAX_IMAGE_SIZE}: photographs are cropped to squares"
             )
     given = config.get("short_side", 0)
     size, share = config.get("image_size", 224), config.get("crop_pct", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Integer, UInt16, UInt32
@@ -30,6 +30,8 @@ GPT2_FILES = {
 TOKENIZER_FILE = "tokenizer.json"
 # Models take ids as int32.
 MAX_VOCABULARY = 2**31
+# It is none of the characters that stand for bytes in the words of `ByteLevel`.
+NO_BYTE = "\u4e2d"
 # The tokens that end a text, in files that do not say which one does.
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
@@ -220,6 +222,7 @@ class FileTokenizer:
                 f"{path} has {self.vocab_size:,} tokens, but models take 1 to "
                 f"{MAX_VOCABULARY:,}: use another tokenizer"
             )
+        self._known = self._known_symbols(tokenizers, ids)
         found = [ids[token] for token in ENDS if token in ids]
         self.end_of_text: int | None = found[0] if found else None
         self.name = tokenizer_name(self.content)
@@ -239,7 +242,51 @@ class FileTokenizer:
                 f"the tokenizer {self.name!r} cannot encode {shorten(text)} "
                 f"({describe_error(error)}): give it an unknown token, or use another"
             ) from error
+        if self._known and (missing := self._symbols(text) - self._known):
+            raise ValueError(
+                f"the tokenizer {self.name!r} has no token for {sorted(missing)[0]!r} "
+                "and would leave it out: give it an unknown token, or use another"
+            )
         return np.array(ids, token_dtype(self.vocab_size))
+
+    def _known_symbols(self, tokenizers: Any, ids: dict[str, int]) -> set[str]:
+        """Returns the symbols that have a token; an empty set if no other is lost.
+
+        Byte-pair encoding drops symbols that it has no token for, unless it has an
+        unknown token, or takes them for bytes.
+        """
+        model = self._tokenizer.model
+        if (
+            not isinstance(model, tokenizers.models.BPE)
+            or model.unk_token is not None
+            or model.byte_fallback
+        ):
+            return set()
+        alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        if alphabet <= ids.keys() and self._symbols(NO_BYTE) <= alphabet:
+            return set()
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return {*ids, *"".join(token.content for token in added if not token.special)}
+
+    def _symbols(self, text: str) -> set[str]:
+        """Returns the symbols that byte-pair encoding merges in a text."""
+        model, normalizer = self._tokenizer.model, self._tokenizer.normalizer
+        if normalizer is not None:
+            text = normalizer.normalize_str(text)
+        words = {text}
+        if self._tokenizer.pre_tokenizer is not None:
+            words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+            words = {word for word, _ in words}
+        start, end = model.continuing_subword_prefix, model.end_of_word_suffix
+        if not start and not end:
+            return set("".join(words))
+        return {
+            ((start or "") if n else "")
+            + symbol
+            + ((end or "") if n == len(word) - 1 else "")
+            for word in words
+            for n, symbol in enumerate(word)
+        }
 
     def decode(self, tokens: AnyIds) -> str:
         """Returns the text of the ids.

@@ -176,7 +176,7 @@ def write_tokenizer(file, vocabulary=VOCABULARY, merges=(), **changes):
         "split": True,
     }
     special = {"special": True, "normalized": False, "single_word": False}
-    added = {**special, "id": 5, "content": "<mask>", "lstrip": False, "rstrip": False}
+    added = {**special, "id": 5, "content": "bab", "lstrip": False, "rstrip": False}
     end = {**added, "id": 0, "content": "</s>"}
     single = [{"SpecialToken": {"id": "</s>", "type_id": 0}}]
     single += [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -224,17 +224,17 @@ def test_a_file_encodes_whole_texts_without_special_tokens(tmp_path):
     assert isinstance(tokenizer, Tokenizer)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert tokenizer.name == f"hf:{digest[:16]}"
-    # An id for <mask>, which is not in the model's vocabulary.
+    # An id for "bab", which is not in the model's vocabulary.
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (6, 0)
     # Neither cut after two tokens, nor with </s> before it.
     tokens = tokenizer.encode("ab a\nb")
     assert tokens.tolist() == [SPACE, 2, 3, SPACE, 2, 4, 3]
     assert tokens.dtype == np.uint16
     assert tokenizer.decode(tokens) == "ab a\nb"
-    assert tokenizer.decode([2, 0, 5]) == "a</s><mask>"
+    assert tokenizer.decode([2, 0, 5]) == "a</s>bab"
     assert tokenizer.encode("").shape == (0,)
     # Text that spells a special token is not that token.
-    assert 5 not in tokenizer.encode("<mask>").tolist()
+    assert tokenizer.encode("bab").tolist() == [SPACE, 3, 2, 3]
     with pytest.raises(ValueError, match="token id 6 is out of range, expected 0 to 5"):
         tokenizer.decode([6])
     again = load_tokenizer(tokenizer.name, str(tmp_path))
@@ -281,6 +281,36 @@ def test_text_that_a_file_has_no_token_for_is_refused(tmp_path):
     message = r"cannot encode 'to see' \(Exception: WordLevel error: Missing \[UNK\]"
     with pytest.raises(ValueError, match=message):
         tokenizer.encode("to see")
+
+
+@pytest.mark.parametrize(
+    ("model", "pre_tokenizer", "text", "missing"),
+    [
+        ({}, None, "abé", "'é'"),
+        # The letters of a removed separator are no part of a word.
+        ({}, {"type": "WhitespaceSplit"}, "ab a", None),
+        ({"end_of_word_suffix": "</w>"}, {"type": "WhitespaceSplit"}, "ab a", "'a</w>"),
+        ({"unk_token": "a"}, None, "abé", None),
+        # Bytes are written as characters: "ä" as "Ã¤".
+        ({}, {"type": "ByteLevel", "add_prefix_space": False}, "aä", "'Ã'"),
+    ],
+)
+def test_characters_are_not_left_out(tmp_path, model, pre_tokenizer, text, missing):
+    """Byte-pair encoding drops what it has no token for."""
+    pytest.importorskip("tokenizers")
+    vocabulary = {"a": 0, "b": 1, "ab": 2, "b</w>": 3, "¤": 4}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [("a", "b")], **model}
+    if pre_tokenizer and pre_tokenizer["type"] == "ByteLevel":
+        pre_tokenizer |= {"trim_offsets": True, "use_regex": True}
+    file = tmp_path / "tokenizer.json"
+    changes = {"added_tokens": [], "post_processor": None, "decoder": None}
+    write_tokenizer(file, model=model, pre_tokenizer=pre_tokenizer, **changes)
+    tokenizer = load_tokenizer(str(file))
+    if missing is None:
+        assert tokenizer.encode(text).size
+        return
+    with pytest.raises(ValueError, match=f"has no token for {missing}.* leave it out"):
+        tokenizer.encode(text)
 
 
 def test_a_run_finds_its_file_again(tmp_path):

@@ -307,22 +307,24 @@ def _make_gradients(
             smoothed_cross_entropy, smoothing=label_smoothing
         )
 
-    def prepare(batch: Batch) -> Array:
+    def prepare(batch: Batch, impl: Any) -> Array:
         inputs = preprocess(batch)
         if erase is None:
             return inputs
-        return _erase_parts(inputs, batch["erase_key"], erase)
+        keys = jax.random.wrap_key_data(batch["erase_key"], impl=impl)
+        return _erase_parts(inputs, keys, erase)
 
     def gradients(
         state: TrainState, batch: Batch, key: Key[Array, ""], mix_key: Key[Array, ""]
     ) -> tuple[Any, Metrics, Any]:
-        inputs, label = prepare(batch), batch["label"]
+        impl = jax.random.key_impl(key)
+        inputs, label = prepare(batch, impl), batch["label"]
         targets = [(1.0, label)]
         if mix is not None:
             previous = batch["previous"]
             *_, height, width, _ = inputs.shape
             mask = mix(mix_key, (height, width))[..., None]
-            inputs = mask * inputs + (1 - mask) * prepare(previous)
+            inputs = mask * inputs + (1 - mask) * prepare(previous, impl)
             share = mask.mean()
             targets = [(share, label), (1 - share, previous["label"])]
             label = jnp.where(share < 0.5, previous["label"], label)
@@ -353,11 +355,9 @@ def _make_gradients(
 
 
 def _erase_parts(inputs: Array, keys: Array, erase: Erase) -> Array:
-    """Sets parts of images to zero, each by the data of its own key."""
+    """Sets parts of images to zero, each by its own key."""
     *_, height, width, _ = inputs.shape
-    kept = jax.vmap(
-        lambda data: erase(jax.random.wrap_key_data(data), (height, width))
-    )(keys)
+    kept = jax.vmap(lambda key: erase(key, (height, width)))(keys)
     # The same part of each frame of a volume.
     frames = range(1, inputs.ndim - 3)
     return jnp.where(jnp.expand_dims(kept, (*frames, -1)) > 0, inputs, 0.0)

@@ -218,15 +218,12 @@ def _kilobytes(path: Path, field: str) -> int:
 
 
 def _start_peak(device: jax.Device, framework: str = "jax") -> int:
-    """Resets the peak if the system allows it; returns the bytes in use."""
+    """Resets `peak_memory` if the system allows it; returns the bytes in use."""
     if framework == "torch" and device.platform == "gpu":
         import torch
 
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    statistics = device.memory_stats()
-    if statistics and "bytes_in_use" in statistics:
-        return statistics["bytes_in_use"]
     try:
         # Free memory that malloc keeps would hide the use of the next run.
         ctypes.CDLL(None).malloc_trim(0)
@@ -237,14 +234,11 @@ def _start_peak(device: jax.Device, framework: str = "jax") -> int:
 
 
 def peak_memory(device: jax.Device, framework: str = "jax") -> int:
-    """Returns the peak number of bytes in use."""
+    """Returns the peak number of bytes in use, of the process or of PyTorch's GPU."""
     if framework == "torch" and device.platform == "gpu":
         import torch
 
         return torch.cuda.max_memory_allocated()
-    statistics = device.memory_stats()
-    if statistics and "peak_bytes_in_use" in statistics:
-        return statistics["peak_bytes_in_use"]
     # ru_maxrss would include the parent's memory at the fork.
     status = Path("/proc/self/status")
     if status.exists():

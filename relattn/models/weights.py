@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,22 @@ def attention_weights(
         >>> bool(jnp.allclose(weights[0].sum(axis=-1), 1, atol=1e-3))
         True
     """
+    found = _sow_weights(model, variables, inputs).get(ATTENTION_WEIGHTS, {})
+    # Not those of `AttentionPool`, whose query is not a token.
+    found = {name: found[name] for name in found if name != "pool"}
+    layers = []
+    for name in sorted(found, key=lambda name: int(name.rpartition("_")[2])):
+        (weights,) = jax.tree.leaves(found[name])
+        layers += list(weights) if name.startswith("blocks_") else [weights]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no attention, so no weights")
+    return layers
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sow_weights(model: nn.Module, variables: Any, inputs: Array) -> Any:
+    """Applies the model; returns the collection of the weights of its attentions."""
+    inputs_length: list[int] = []
 
     def record(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if not isinstance(context.module, MultiHeadAttention):
@@ -71,20 +88,5 @@ def attention_weights(
         context.module.sow_weights(out[..., width:])
         return out[..., :width]
 
-    inputs_length: list[int] = []
-
-    @jax.jit
-    def apply(variables: Any, inputs: Array) -> Any:
-        with nn.intercept_methods(record):
-            return model.apply(variables, inputs, mutable=[ATTENTION_WEIGHTS])[1]
-
-    found = apply(variables, inputs).get(ATTENTION_WEIGHTS, {})
-    # Not those of `AttentionPool`, whose query is not a token.
-    found = {name: found[name] for name in found if name != "pool"}
-    layers = []
-    for name in sorted(found, key=lambda name: int(name.rpartition("_")[2])):
-        (weights,) = jax.tree.leaves(found[name])
-        layers += list(weights) if name.startswith("blocks_") else [weights]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no attention, so no weights")
-    return layers
+    with nn.intercept_methods(record):
+        return model.apply(variables, inputs, mutable=[ATTENTION_WEIGHTS])[1]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.models import SIZES, build_model, features
+from relattn.models import SIZES, attention_weights, build_model, features
 from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import quick_jit, run
 
@@ -228,7 +228,8 @@ def test_translution_without_position_depends_on_the_order():
         assert np.allclose(logits, shuffled, atol=1e-6) != differ
 
 
-def test_equal_models_are_compiled_once(monkeypatch):
+@pytest.mark.parametrize("function", [features, attention_weights])
+def test_equal_models_are_compiled_once(function, monkeypatch):
     intercept, traced = nn.intercept_methods, []
 
     def count(method):
@@ -240,7 +241,7 @@ def test_equal_models_are_compiled_once(monkeypatch):
     for _ in range(2):
         # As in a config.json. A module with a list would be no static argument.
         model = build(num_layers=1, norm_eps=0.3, patch_size=[2, 3])
-        find = functools.partial(features, model)
+        find = functools.partial(function, model)
         jax.eval_shape(find, shapes_of(model), images)
     assert len(traced) == 1
 

@@ -38,8 +38,8 @@ TOLERANCES = {"positive": 2e-6, "relu": 2e-6, "trigonometric": 2e-5}
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Runs kernels on the CPU, in small chunks, segments and blocks of features."""
-    interpret(monkeypatch, fused, _CHUNK=8, _SEGMENT=16, _CAUSAL_CHUNKS=2, _STEP=4)
+    """Runs kernels on the CPU, in small chunks, stretches and blocks of features."""
+    interpret(monkeypatch, fused, _CHUNK=8, _STRETCH=16, _CAUSAL_CHUNKS=2, _STEP=4)
 
 
 @pytest.fixture
@@ -128,8 +128,8 @@ def test_equals_the_reference(interpreted, name, causal, m, masked):
     expect_reference(causal, inputs, name, key_mask, tolerance=TOLERANCES[name])
 
 
-# Chunks have 8 and segments 16 tokens: sequences end within a chunk, and the fourth one
-# is longer than a segment.
+# Chunks have 8 and stretches 16 tokens: sequences end within a chunk, and the fourth
+# one is longer than a stretch.
 STARTS = np.isin(np.arange(M), [3, 10, 11, 34])
 
 
@@ -312,7 +312,7 @@ def test_no_array_has_the_features_of_every_token(name, causal):
     rows = num_features // 2 if name == "trigonometric" else num_features
     inputs = [jnp.zeros((n, 64))] * 3 + [jnp.zeros((rows, 64))]
     run = functools.partial(attend, name=name, key_mask=None, causal=causal)
-    # Sums, and gradients of W, of every segment of 256 tokens, in 64 columns.
+    # Sums, and gradients of W, of every stretch of 256 tokens, in 64 columns.
     assert largest_array(run, *inputs) < n * num_features / 2
 
 

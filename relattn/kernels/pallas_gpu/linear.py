@@ -4,19 +4,19 @@ Kernels loop over blocks of features, as flash attention loops over blocks of ke
 compute the features of a block from queries and keys wherever they need them. With
 S_f = sum_j phi(k_j)_f v_j^T and z_f = sum_j phi(k_j)_f, the forward pass is
 
-1. `sum_features`: S and z of every segment of keys;
-2. in XLA, their sum over segments; if causal, over those before each segment;
+1. `sum_features`: S and z of every stretch of keys;
+2. in XLA, their sum over stretches; if causal, over those before each stretch;
 3. `outputs`: phi(q_i)^T S / phi(q_i)^T z, online in the features if these are
    exponentials, with a running maximum of the exponents of each query.
 
 The backward pass is
 
 1. `query_gradients`, and `map_gradients` through the queries, from S and z;
-2. `sum_features` of queries, and the sum over segments: the cotangents dS and dz;
+2. `sum_features` of queries, and the sum over stretches: the cotangents dS and dz;
 3. `key_gradients`, and `map_gradients` through the keys, from dS and dz.
 
-If causal, a segment has a few chunks only, and the program of a chunk adds the keys
-before it in its segment to the sums: sums for every chunk would be as large as keys and
+If causal, a stretch has a few chunks only, and the program of a chunk adds the keys
+before it in its stretch to the sums: sums for every chunk would be as large as keys and
 values.
 
 Products of half-precision arrays are in half precision, with sums in float32, as in
@@ -60,10 +60,10 @@ from relattn.kernels.pallas_gpu.token_weights import accumulate, find_weights
 from relattn.kernels.platform import has_program_per_device
 from relattn.kernels.precision import compute_dtype
 
-# Largest number of tokens of a chunk, and of a segment, whose sums one program adds.
+# Largest number of tokens of a chunk, and of a stretch, whose sums one program adds.
 _CHUNK = 128
-_SEGMENT = 1024
-# Largest number of chunks of a segment if causal.
+_STRETCH = 1024
+# Largest number of chunks of a stretch if causal.
 _CAUSAL_CHUNKS = 4
 # Largest number of tokens, and of features, of a step.
 _STEP = 64
@@ -163,13 +163,13 @@ def attend_on_gpu(
     chunk_bytes = _CHUNK_BYTES // 2 if name == "high" else _CHUNK_BYTES
     chunk = min(_CHUNK, chunk_bytes // (width * v.dtype.itemsize))
     chunk = min(chunk, power_of_2(max(n, m)))
-    most = _CAUSAL_CHUNKS * chunk if causal else _SEGMENT
+    most = _CAUSAL_CHUNKS * chunk if causal else _STRETCH
     plan = Plan(
         causal=causal,
         head_dim=head_dim,
         chunk=chunk,
-        query_segment=_segment_size(n, chunk, most),
-        key_segment=_segment_size(m, chunk, most),
+        query_stretch=_stretch_size(n, chunk, most),
+        key_stretch=_stretch_size(m, chunk, most),
         step=min(_STEP, chunk),
         block=min(_STEP, power_of_2(len(w))),
         num_warps=8 if chunk >= _STEP else 4,
@@ -177,23 +177,23 @@ def attend_on_gpu(
         block_map=block_map,
     )
 
-    def pad_length(x, segment, value=0.0):
+    def pad_length(x, stretch, value=0.0):
         length, width = x.shape[-2:]
         x = x.reshape(math.prod(batch), length, width)
-        rows = [(0, 0), (0, -length % segment), (0, 0)]
+        rows = [(0, 0), (0, -length % stretch), (0, 0)]
         return jnp.pad(x, rows, constant_values=value)
 
-    def pad(x, segment):
-        x, width = pad_length(x, segment), x.shape[-1]
+    def pad(x, stretch):
+        x, width = pad_length(x, stretch), x.shape[-1]
         return jnp.pad(x, [(0, 0), (0, 0), (0, power_of_2(width) - width)])
 
     q, k, v = (
-        pad(q, plan.query_segment),
-        pad(k, plan.key_segment),
-        pad(v, plan.key_segment),
+        pad(q, plan.query_stretch),
+        pad(k, plan.key_stretch),
+        pad(v, plan.key_stretch),
     )
     masks = {
-        key: pad_length(x, plan.key_segment, value=False)[..., 0]
+        key: pad_length(x, plan.key_stretch, value=False)[..., 0]
         for key, x in masks.items()
     }
     if key_mask is None and not causal and k.shape[1] > m:
@@ -209,10 +209,10 @@ def attend_on_gpu(
     return out[:, :n, :value_dim].reshape(*batch, n, value_dim).astype(dtype)
 
 
-def _segment_size(length, chunk, most):
+def _stretch_size(length, chunk, most):
     """Returns how many tokens one program sums: whole chunks, at most ``most``."""
-    segments = -(-length // most)
-    return -(-length // (segments * chunk)) * chunk
+    stretches = -(-length // most)
+    return -(-length // (stretches * chunk)) * chunk
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -226,14 +226,14 @@ def _attend_forward(q, k, v, w, b, tokens, plan):
     keys = {"k": k, "v": v} | tokens
     if plan.block_map.is_positive and not plan.causal:
         # Features e^(a_jf - c_f) with c_f = max_j a_jf, which the sums show.
-        sums, shift = _merge_segments(sum_features(keys | {"ws": ws}, plan))
+        sums, shift = _merge_stretches(sum_features(keys | {"ws": ws}, plan))
         key_bias, query_bias = -shift, jnp.maximum(shift + query_bias, MIN_EXPONENT)
     else:
         sums = sum_features(keys | {"ws": ws, "key_bias": key_bias}, plan)
-        sums = _add_segments(sums, tokens, plan)
+        sums = _add_stretches(sums, tokens, plan)
     features = {"ws": ws, "key_bias": key_bias, "query_bias": query_bias}
     sums["sums"] = sums["sums"].astype(v.dtype)
-    # phi(q_i)^T S / phi(q_i)^T z, with the keys of the query's own segment if causal.
+    # phi(q_i)^T S / phi(q_i)^T z, with the keys of the query's own stretch if causal.
     inputs = features | sums | {"q": q}
     out = outputs(inputs | keys if plan.causal else inputs, plan)
     sums.pop("magnitudes", None)
@@ -260,7 +260,7 @@ def _attend_backward(plan, residuals, cotangent):
     # queries i if causal.
     biases = {"ws": features["ws"], "query_bias": features["query_bias"]}
     of_queries = queries | biases | (tokens if plan.causal else {})
-    later = _add_segments(sum_features(of_queries, plan), tokens, plan, reverse=True)
+    later = _add_stretches(sum_features(of_queries, plan), tokens, plan, reverse=True)
     later["sums"] = later["sums"].astype(v.dtype)
     # dphi(k_j) = dS v_j + dz, then through the features to k, W and b.
     inputs = features | keys | later | (queries if plan.causal else {"scale": scale})
@@ -296,20 +296,20 @@ def _prepare(w, b, q, plan):
     return [high, (w - high.astype(jnp.float32)).astype(q.dtype)], of_keys, of_queries
 
 
-def _add_segments(sums, tokens, plan, *, reverse=False):
-    """Adds up the sums of segments: of all, or if causal of those before each.
+def _add_stretches(sums, tokens, plan, *, reverse=False):
+    """Adds up the sums of stretches: of all, or if causal of those before each.
 
     If ``reverse``, of those after each.
     """
     if plan.causal:
-        return accumulate(sums, tokens, plan.key_segment, reverse=reverse)
+        return accumulate(sums, tokens, plan.key_stretch, reverse=reverse)
     return {name: x.sum(axis=1, keepdims=True) for name, x in sums.items()}
 
 
-def _merge_segments(sums):
-    """Adds up sums that are relative to each segment's maximum; returns them and c_f.
+def _merge_stretches(sums):
+    """Adds up sums that are relative to each stretch's maximum; returns them and c_f.
 
-    S_f = sum_s e^(c_fs - c_f) S_fs with c_f = max_s c_fs of the segments s.
+    S_f = sum_s e^(c_fs - c_f) S_fs with c_f = max_s c_fs of the stretches s.
     """
     largest = sums["largest_keys"]
     shift = jnp.max(largest, axis=1)

@@ -2,12 +2,12 @@
 
 Every kernel is called for all heads and, for each, for
 
-- every segment and block of features: `sum_features`, `map_gradients`;
+- every stretch and block of features: `sum_features`, `map_gradients`;
 - every chunk of tokens, with a loop over blocks of features: `outputs`,
   `query_gradients`, `key_gradients`.
 
-If causal, the sums that a chunk gets are those of other segments, and its program adds
-the chunks of its own segment: see `_sums_at`.
+If causal, the sums that a chunk gets are those of other stretches, and its program adds
+the chunks of its own stretch: see `_sums_at`.
 
 `relattn.kernels.pallas_gpu.linear_plan.AXES` lists the arrays of kernels, which get
 references to them in a dictionary. In equations, i is a query, j a key and f a feature.
@@ -37,7 +37,7 @@ from relattn.kernels.pallas_gpu.token_weights import (
 
 
 def sum_features(inputs, plan):
-    """Sums over the tokens of every segment.
+    """Sums over the tokens of every stretch.
 
     With ``g`` it sums over queries, dS_f = sum_i phi(q_i)_f g_i^T / total_i and dz_f,
     otherwise over keys, S_f = sum_j phi(k_j)_f v_j^T and z_f.
@@ -54,9 +54,9 @@ def sum_features(inputs, plan):
     names = ["sums", "totals"]
     if "g" in inputs:
         # Sums are for the token next to those that need them, see `token_weights`.
-        add, values, size, edge = _add_queries, "g", plan.query_segment, 0
+        add, values, size, edge = _add_queries, "g", plan.query_stretch, 0
     else:
-        add, values, size = _add_keys, "v", plan.key_segment
+        add, values, size = _add_keys, "v", plan.key_stretch
         edge = size - 1
         names += ["magnitudes"] if plan.block_map.is_signed else []
     if not {"key_bias", "query_bias"} & inputs.keys():
@@ -220,14 +220,14 @@ def key_gradients(inputs, plan):
 def map_gradients(inputs, plan, name):
     """Computes the gradients ``w`` and ``b``, through the tokens "q" or "k".
 
-    The program of a segment and a block of features adds up its chunks: gradients of
+    The program of a stretch and a block of features adds up its chunks: gradients of
     every chunk would be as large as the features.
     """
     heads, n, width = inputs[name].shape
     num_features = inputs["sums"].shape[-2]
     load, slopes, size = {
-        "q": (_load_queries, _query_slopes, plan.query_segment),
-        "k": (_load_keys, _key_slopes, plan.key_segment),
+        "q": (_load_queries, _query_slopes, plan.query_stretch),
+        "k": (_load_keys, _key_slopes, plan.key_stretch),
     }[name]
 
     def kernel(refs, out, _):
@@ -287,17 +287,17 @@ def _dot(a, b, plan):
 
 
 def _rows(chunk, plan):
-    """Returns the rows of a chunk in its segment."""
+    """Returns the rows of a chunk in its stretch."""
     return pl.ds(_first(chunk, plan), plan.chunk)
 
 
 def _first(chunk, plan):
-    """Returns the place of a chunk's first token in its segment."""
+    """Returns the place of a chunk's first token in its stretch."""
     return chunk * plan.chunk
 
 
 def _last(chunk, plan):
-    """Returns the place of a chunk's last token in its segment."""
+    """Returns the place of a chunk's last token in its stretch."""
     return chunk * plan.chunk + (plan.chunk - 1)
 
 
@@ -377,7 +377,7 @@ def _add_queries(refs, ws, block, rows, edge, carry, plan):
 def _sums_at(refs, ws, block, chunk, plan, *, later=False):
     """Returns sums of a block of features at a chunk.
 
-    They are those of the chunk's segment and, if causal, those of the segment's chunks
+    They are those of the chunk's stretch and, if causal, those of the stretch's chunks
     before it, or after it if ``later``. All are for the chunk's first token, or last.
     """
     sums = refs["sums"][block, :]
@@ -385,9 +385,9 @@ def _sums_at(refs, ws, block, chunk, plan, *, later=False):
     if not plan.causal:
         return sums, *totals
     if later:
-        add, span = _add_queries, (chunk + 1, plan.query_segment // plan.chunk)
+        add, span = _add_queries, (chunk + 1, plan.query_stretch // plan.chunk)
         edge = _last(chunk, plan)
-        weight = query_weights(refs, plan.query_segment - 1, edge)
+        weight = query_weights(refs, plan.query_stretch - 1, edge)
     else:
         add, span, edge = _add_keys, (0, chunk), _first(chunk, plan)
         weight = sum_weight(refs, 0, edge)

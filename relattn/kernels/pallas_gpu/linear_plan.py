@@ -1,6 +1,6 @@
 """How the kernels of linear attention divide their work: arrays, parts and calls.
 
-Tokens are divided into segments, these into chunks, and features into blocks.
+A sequence is divided into stretches, these into chunks, and features into blocks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jaxtyping import Array
 
 from relattn.kernels.pallas_gpu.features import BlockMap
 
-# The arrays of kernels with their axes: heads, segments, tokens, features, and "d", the
-# components of tokens or sums. In comments, i is a query, j a key and f a feature.
+# The arrays of kernels with their axes: heads, stretches, tokens, features, and "d",
+# the components of tokens or sums. In comments, i is a query, j a key, f a feature.
 AXES = {
     "q": "hnd",
     "k": "hnd",
@@ -53,7 +53,7 @@ AXES = {
     "totals": "hsf",
     # sum_j |phi(k_j)_f| where features may be negative.
     "magnitudes": "hsf",
-    # c_f, the largest exponent of the keys of a segment.
+    # c_f, the largest exponent of the keys of a stretch.
     "largest_keys": "hsf",
     # Gradients of W^T / head_dim^(1/4) and of the biases.
     "w": "hsdf",
@@ -69,8 +69,8 @@ class Plan:
         causal: Whether a token attends only to itself and earlier tokens.
         head_dim: Width of the heads before they are padded.
         chunk: Number of tokens of a chunk.
-        query_segment: Number of queries of a segment.
-        key_segment: Number of keys of a segment; that of queries if causal.
+        query_stretch: Number of queries of a stretch.
+        key_stretch: Number of keys of a stretch; that of queries if causal.
         step: Number of tokens that a program adds to sums at a time.
         block: Number of features of a block.
         num_warps: Number of warps of a program.
@@ -81,8 +81,8 @@ class Plan:
     causal: bool
     head_dim: int
     chunk: int
-    query_segment: int
-    key_segment: int
+    query_stretch: int
+    key_stretch: int
     step: int
     block: int
     num_warps: int
@@ -100,13 +100,13 @@ def call_kernel(
 ) -> dict[str, Array]:
     """Calls a kernel for heads, parts of ``size`` tokens and blocks of features.
 
-    Parts are segments or chunks. The program of a chunk gets the inputs of the whole
-    segment if it is causal. Without blocks of features in the grid, a program gets all
+    Parts are stretches or chunks. The program of a chunk gets the inputs of the whole
+    stretch if it is causal. Without blocks of features in the grid, a program gets all
     of them.
 
     Args:
         kernel: A function of references to inputs and outputs, and of the place of the
-            program's part in its segment.
+            program's part in its stretch.
         grid: Number of heads, of parts, and perhaps of blocks of features.
         size: Number of tokens of a part.
         inputs: Arrays by name, see `AXES`.
@@ -119,7 +119,7 @@ def call_kernel(
     """
     # One axis, so that two `jax.vmap` can add theirs to the three of a GPU.
     blocks, parts = math.prod(grid[2:]), grid[1]
-    segment = plan.key_segment if plan.causal else size
+    stretch = plan.key_stretch if plan.causal else size
 
     def part(program):
         return jax.lax.rem(jax.lax.div(program, np.int32(blocks)), np.int32(parts))
@@ -152,8 +152,8 @@ def call_kernel(
 
     def run(refs, out):
         place = 0
-        if segment > size:
-            place = jax.lax.rem(part(pl.program_id(0)), np.int32(segment // size))
+        if stretch > size:
+            place = jax.lax.rem(part(pl.program_id(0)), np.int32(stretch // size))
         kernel(refs, out, place)
 
     tokens = inputs["ws"][0].dtype
@@ -166,7 +166,7 @@ def call_kernel(
     return pl.pallas_call(
         run,
         grid=(math.prod(grid),),
-        in_specs=[specs(inputs, segment)],
+        in_specs=[specs(inputs, stretch)],
         out_specs=specs(out_shape, size),
         out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=plan.num_warps, num_stages=2),

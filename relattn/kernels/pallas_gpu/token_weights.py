@@ -143,29 +143,29 @@ def _exp(exponents):
 def accumulate(
     sums: dict[str, Array],
     tokens: dict[str, Array],
-    segment: int,
+    stretch: int,
     reverse: bool = False,
 ) -> dict[str, Array]:
-    """Adds up sums of segments over those before each, or after each if ``reverse``.
+    """Adds up sums of stretches over those before each, or after each if ``reverse``.
 
     Args:
-        sums: Sums over keys for the last token of their segment, or over queries for
-            its first token if ``reverse``, shape ``[heads, segments, ...]``.
+        sums: Sums over keys for the last token of their stretch, or over queries for
+            its first token if ``reverse``, shape ``[heads, stretches, ...]``.
         tokens: Arrays ``[heads, n]`` that kernels get as references.
-        segment: Number of tokens of a segment.
+        stretch: Number of tokens of a stretch.
         reverse: Whether to add up those after each.
 
     Returns:
-        Sums for the first token of the segment, or for its last token.
+        Sums for the first token of the stretch, or for its last token.
     """
-    # Weights of sums for a segment's edge, and of its own, in those for the next edge.
+    # Weights of sums for a stretch's edge, and of its own, in those for the next edge.
     factors = None
     if "query_exponents" in tokens:
-        edge, other = _edges(tokens["query_exponents"], segment, reverse)
+        edge, other = _edges(tokens["query_exponents"], stretch, reverse)
         sign = -1.0 if reverse else 1.0
         factors = [_exp(sign * (x[:, :-1] - edge[:, 1:])) for x in (edge, other)]
     if "sequences" in tokens:
-        edge, other = _edges(tokens["sequences"], segment, reverse)
+        edge, other = _edges(tokens["sequences"], stretch, reverse)
         same = [x[:, :-1] == edge[:, 1:] for x in (edge, other)]
         factors = [a * b for a, b in zip(factors or (1.0, 1.0), same, strict=True)]
 
@@ -184,9 +184,9 @@ def accumulate(
     return {name: add_up(x) for name, x in sums.items()}
 
 
-def _edges(x, segment, reverse):
-    """Returns the first and the last of each segment, or both backwards."""
-    first, last = x[:, ::segment], x[:, segment - 1 :: segment]
+def _edges(x, stretch, reverse):
+    """Returns the first and the last of each stretch, or both backwards."""
+    first, last = x[:, ::stretch], x[:, stretch - 1 :: stretch]
     return (last[:, ::-1], first[:, ::-1]) if reverse else (first, last)
 
 

@@ -36,6 +36,7 @@ from relattn.models import Performer as Performer
 from relattn.models import ViT as ViT
 from relattn.models import build_model as build_model
 from relattn.models import generate as generate
+from relattn.models import register_model as register_model
 from relattn.models.pretrained import load_pretrained as load_pretrained
 from relattn.nn import LayerPosition as LayerPosition
 from relattn.nn import MultiHeadAttention as MultiHeadAttention

@@ -88,10 +88,11 @@ def registries():
     """Removes from the registries what a test adds."""
     # Imported late: the tests of kernels import none of these.
     from relattn.data.load import LOADERS
+    from relattn.models import MODELS
     from relattn.nn.registry import ATTENTIONS, POSITIONS
     from relattn.training.metrics import METRICS
 
-    tables = (ATTENTIONS, POSITIONS, LOADERS, METRICS)
+    tables = (ATTENTIONS, POSITIONS, MODELS, LOADERS, METRICS)
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):

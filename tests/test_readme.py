@@ -176,7 +176,7 @@ def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
         scope["relative_2"], scope["relative"][..., 2, :], rtol=1e-4, atol=1e-5
     )
     assert scope["logits"].shape == scope["cosine_logits"].shape == (2, 10)
-    assert scope["alibi_logits"].shape == (2, 10)
+    assert scope["alibi_logits"].shape == scope["pooled_logits"].shape == (2, 10)
     (layer,) = scope["Alibi"](dim=8, num_heads=2, num_layers=1).per_layer((3,), 0)
     # Offsets -2 .. 2.
     expected = -np.array([[1 / 16], [1 / 256]]) * np.array([2, 1, 0, 1, 2])

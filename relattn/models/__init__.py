@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from keyword import iskeyword
 from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
@@ -42,6 +43,8 @@ MODELS = {
     "routing": RoutingTransformer,
     "point_transformer": PointTransformer,
 }
+# The entries above; users register others.
+BUILT_IN = frozenset(MODELS)
 
 _SIZES = ("dim", "num_layers", "num_heads", "mlp_dim")
 _RATES = ("dropout", "attention_dropout")
@@ -138,8 +141,82 @@ def build_model(
     sizes, example = _read_sizes(name, given)
     model = MODELS[name](**sizes, **options)
     # Tracing is cheap and finds invalid sizes before any work.
-    jax.eval_shape(model.init, jax.random.key(0), example)
+    logits, _ = jax.eval_shape(model.init_with_output, jax.random.key(0), example)
+    if name not in BUILT_IN:
+        _check_logits(model, logits)
     return model
+
+
+def register_model(name: str, module: type[nn.Module]) -> None:
+    """Registers a Flax model of your own under a name, for ``config.model.name``.
+
+    The fields of the class are options of ``config.model``. Training calls the model
+    with ``deterministic=False`` and a key for ``dropout``, and carries the collections
+    ``params``, ``batch_stats`` and ``random_features``. A run of the model loads only
+    where it is registered.
+
+    Args:
+        name: A Python identifier that names no model of relattn. A second call with the
+            same name replaces the first.
+        module: A subclass of `flax.linen.Module`. Its class attribute ``inputs`` is
+            ``"images"``, ``"tokens"`` or ``"points"``, see `build_model`. It has the
+            fields ``num_classes``, for tokens ``vocab_size`` and ``context_length``,
+            and for points ``num_axes`` too. ``module.__call__(inputs, *,
+            deterministic=True)`` returns logits, ``[batch, num_classes]``, or for
+            tokens ``[batch, n, vocab_size]``.
+
+    Raises:
+        TypeError: If ``module`` is not such a subclass.
+        ValueError: If relattn uses the name, or it is not a Python identifier, or the
+            class lacks ``inputs``, a field or ``deterministic``.
+
+    Example:
+        >>> class Linear(nn.Module):
+        ...     num_classes: int
+        ...     inputs = "images"
+        ...     @nn.compact
+        ...     def __call__(self, images, *, deterministic=True):
+        ...         return nn.Dense(self.num_classes)(images.reshape(len(images), -1))
+        >>> register_model("linear", Linear)
+        >>> build_model({"name": "linear"}, num_classes=3, image_shape=(5, 7, 1))
+        Linear(
+            # attributes
+            num_classes = 3
+        )
+    """
+    if not isinstance(module, type) or not issubclass(module, nn.Module):
+        raise TypeError(
+            f"{shorten(name)} needs a subclass of flax.linen.Module, got "
+            f"{shorten(module)}"
+        )
+    is_name = isinstance(name, str) and name.isidentifier() and not iskeyword(name)
+    if not is_name or name in BUILT_IN:
+        raise ValueError(
+            f"{shorten(name)} cannot be registered: choose a Python identifier that is "
+            f"not one of {', '.join(sorted(BUILT_IN))}"
+        )
+    inputs = getattr(module, "inputs", None)
+    if inputs not in DATA_ARGUMENTS:
+        raise ValueError(
+            f"{name!r} cannot be registered: {module.__name__} needs the class "
+            f"attribute inputs, one of {', '.join(map(repr, DATA_ARGUMENTS))}, got "
+            f"{shorten(inputs)}"
+        )
+    needed = [x for x in DATA_ARGUMENTS[inputs] if not x.endswith("_shape")]
+    needed += ["num_axes"] * (inputs == "points")
+    absent = [x for x in needed if x not in inspect.signature(module).parameters]
+    if absent:
+        raise ValueError(
+            f"{name!r} cannot be registered: {module.__name__} needs the field "
+            f"{absent[0]}, which the data set"
+        )
+    taken = inspect.signature(module.__call__).parameters.values()
+    if not any(p.name == "deterministic" or p.kind == p.VAR_KEYWORD for p in taken):
+        raise ValueError(
+            f"{name!r} cannot be registered: {module.__name__}.__call__ needs the "
+            "argument deterministic, which is False in training"
+        )
+    MODELS[name] = module
 
 
 def model_options(name: str) -> dict[str, inspect.Parameter]:
@@ -184,7 +261,7 @@ def complete_options(config: Options) -> dict[str, Any]:
     defaults = {
         key: jnp.dtype(p.default).name if key == "dtype" else p.default
         for key, p in options.items()
-        if p.default is not p.empty
+        if p.default is not p.empty and (key == "dtype" or _is_literal(p.default))
     }
     return {"name": given["name"], **defaults, **given}
 
@@ -229,6 +306,32 @@ def _read_sizes(
         sizes["num_axes"] = num_axes
         return sizes, jax.ShapeDtypeStruct(shape, jnp.float32)
     return sizes, jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+
+def _check_logits(model: Any, logits: Any) -> None:
+    """Raises ValueError unless a registered model returns logits for one example.
+
+    The loss of other shapes might be silently wrong.
+    """
+    expected = (1, getattr(model, "num_classes", 0))
+    if model.inputs == "tokens":
+        expected = (1, 1, model.vocab_size)
+    got = type(logits).__name__
+    if isinstance(logits, jax.ShapeDtypeStruct):
+        if logits.shape == expected and jnp.issubdtype(logits.dtype, jnp.floating):
+            return
+        got = f"{logits.dtype} of shape {logits.shape}"
+    raise ValueError(
+        f"{type(model).__name__} must return logits, floats of shape {expected} for "
+        f"one example, got {got}"
+    )
+
+
+def _is_literal(value: Any) -> bool:
+    """Returns whether a configuration can have a value."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_literal, value))
+    return isinstance(value, bool | int | float | str | None)
 
 
 def _check_value(option: str, value: Any) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import flax.linen as nn
 
 from relattn.models.cnn import CNN
+from relattn.models.gpt import GPT
 from relattn.models.points import PointTransformer
+from relattn.models.vit import ViT
 from relattn.nn.registry import build
 from relattn.offsets import Grid, Torus, check_axes
 
@@ -60,6 +62,13 @@ def resize_grid(
         check_axes(grid)
     if isinstance(model, CNN | PointTransformer):
         return dict(variables)
+    if not isinstance(model, GPT | ViT):
+        if old == new:
+            return dict(variables)
+        raise ValueError(
+            f"the parameters of {type(model).__name__}, which is no model of relattn, "
+            "cannot be resized: train on the size of the evaluation"
+        )
     is_text = model.inputs == "tokens"
     if len(old) != len(new) or is_text != (len(old) == 1):
         raise ValueError(

@@ -188,7 +188,8 @@ def split_axes() -> dict[str, tuple[int, ...]]:
     modules += [("", model) for model in MODELS.values()]
     found: dict[str, tuple[int, ...]] = {}
     for prefix, module in modules:
-        for name, axes in module.split_axes.items():
+        # Registered models may have none.
+        for name, axes in getattr(module, "split_axes", {}).items():
             if found.setdefault(prefix + name, axes) != axes:
                 raise ValueError(
                     f"{module.__name__}.split_axes has {name!r}: {axes}, but another "

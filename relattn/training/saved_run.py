@@ -349,7 +349,8 @@ def _resize(trained: Task, task: Task, variables: Any) -> Any:
     """Resizes variables to the images of another task."""
     grids = [
         models.patch_grid(
-            input_shape(each.config.data, each.info)[:-1], each.model.patch_size
+            input_shape(each.config.data, each.info)[:-1],
+            getattr(each.model, "patch_size", 1),
         )
         for each in (trained, task)
     ]

@@ -63,8 +63,8 @@ def convert(
 
     Args:
         source: A key of `SOURCES`, or ``"run"``.
-        checkpoint: The file, or the ``*.index.json`` of one in parts; for a run its
-            directory.
+        checkpoint: The file, the ``*.index.json`` of one in parts, or the folder of
+            either; for a run its directory.
         output: Folder for the model's files; on an error nothing is written.
         num_heads: Number of heads; 0 for that of the ``config.json`` beside the
             checkpoint, or of the run.
@@ -89,13 +89,14 @@ def convert(
         run.save_pretrained(output)
         return run.pretrained_config()
     check_choice("--source", source, [*SOURCES, "run"])
+    checkpoint = _weights_file(Path(checkpoint))
     if os.path.realpath(output) == os.path.dirname(os.path.realpath(checkpoint)):
         raise ValueError(
             f"--output={output} is the folder of the checkpoint, whose files would be "
             "replaced: choose another"
         )
     tensors = read_checkpoint(checkpoint)
-    beside = Path(checkpoint).with_name("config.json")
+    beside = checkpoint.with_name("config.json")
     settings = read_json(beside, dict) if os.path.lexists(beside) else {}
     try:
         if num_heads:
@@ -167,7 +168,7 @@ def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
     Args:
         path: ``*.safetensors``, or a file that ``torch.load(weights_only=True)`` reads:
             a state_dict, alone or as the one model of a training checkpoint. Of a
-            checkpoint in several such files, ``*.index.json``.
+            checkpoint in several such files, ``*.index.json``. Or the folder of these.
 
     Returns:
         An array for each name, without the modules that `unwrap` removes.
@@ -178,13 +179,7 @@ def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
         FileNotFoundError: If there is no such file.
         ImportError: If the file is PyTorch's, and torch is not installed.
     """
-    path = Path(path)
-    if path.is_dir():
-        found = [name for name in NAMES if (path / name).is_file()]
-        raise ValueError(
-            f"{path} is a folder: pass the file of the weights, such as "
-            f"{path / (found or NAMES)[0]}"
-        )
+    path = _weights_file(Path(path))
     part = _PART.search(path.name)
     if part and int(part[2]) > 1:
         index = path.with_name(f"{path.name[: part.start()]}{part[3]}.index.json")
@@ -193,6 +188,18 @@ def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
             f"index, {index}"
         )
     return unwrap(_read_file(path))
+
+
+def _weights_file(path: Path) -> Path:
+    """Returns a file, or the one that transformers would read in a folder."""
+    if not path.is_dir():
+        return path
+    found = [path / name for name in NAMES if (path / name).is_file()]
+    if not found:
+        raise FileNotFoundError(
+            f"the folder {path} has no {NAMES[0]}: pass the file of the weights"
+        )
+    return found[0]
 
 
 def _read_file(path):
@@ -308,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.Parser("python -m relattn.convert", __doc__)
     parser.add_argument("--source", required=True, help=", ".join([*SOURCES, "run"]))
     parser.add_argument(
-        "--checkpoint", required=True, help="a file, or a run directory"
+        "--checkpoint", required=True, help="a file, its folder, or a run directory"
     )
     parser.add_argument("--output", required=True, help="folder for the model's files")
     parser.add_argument("--num_heads", type=int, default=0, help="number of heads")

@@ -769,12 +769,7 @@ def test_tensors_that_the_index_does_not_name_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("files", "given", "message"),
     [
-        ([], "", "is a folder: pass the file of the weights, such as .*/model.safeten"),
-        (
-            ["pytorch_model.bin.index.json"],
-            "",
-            "is a folder: .*, such as .*/pytorch_model.bin.index.json$",
-        ),
+        ([], "", "the folder .* has no model.safetensors: pass the file of the weight"),
         (
             ["model.safetensors.index.json"],
             "model.safetensors",
@@ -800,6 +795,19 @@ def test_the_file_to_give_is_named(files, given, message, tmp_path):
         convert("timm", tmp_path / given, tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_the_folder_of_a_checkpoint_takes_its_place(name, tmp_path):
+    held = {"a": np.ones(2), "b": np.ones(3)}
+    path = write_parts(tmp_path, held, "model.safetensors.index.json")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    if name != path.name:
+        path.unlink()
+        write_safetensors(tmp_path / name, held)
+    assert {*read_checkpoint(tmp_path)} == {"a", "b"}
+    with pytest.raises(ValueError, match=f"{tmp_path / name}: .* is missing"):
+        convert("hf_vit", tmp_path, tmp_path / "out")
+
+
 def test_a_sentence_says_that_torch_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     path = tmp_path / "pytorch_model.bin.index.json"
@@ -823,8 +831,9 @@ def test_heads_of_a_run_are_its_own(tmp_path):
 def test_checkpoints_are_not_replaced(tmp_path):
     path = write(tmp_path, timm_tensors(grid=(2, 2)), {"num_heads": HEADS})
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="is the folder of the checkpoint, whose"):
-        convert("timm", path, path.parent / ".." / path.parent.name)
+    for given in (path, path.parent):
+        with pytest.raises(ValueError, match="is the folder of the checkpoint, whose"):
+            convert("timm", given, path.parent / ".." / path.parent.name)
     with pytest.raises(OSError, match="model.safetensors is a file: name a directory"):
         convert("timm", path, path)
     assert path.read_bytes() == before

@@ -15,6 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from itertools import pairwise
+from keyword import iskeyword
 from typing import Any
 
 from relattn.messages import check_choice, closest, shorten
@@ -316,6 +317,31 @@ def _find_setting(
         if what in patterns and re.fullmatch(patterns[what], word):
             return what
     return None
+
+
+def check_new_name(name: Any, used: Collection[str]) -> None:
+    """Checks a name under which a user registers a part of their own.
+
+    Args:
+        name: The name.
+        used: Names that relattn uses.
+
+    Raises:
+        ValueError: If it is not a Python identifier, or relattn uses it.
+
+    Example:
+        >>> check_new_name("my-rope", ["rope1d"])
+        Traceback (most recent call last):
+        ValueError: 'my-rope' cannot be registered: choose a Python identifier that \
+relattn does not use
+    """
+    # A keyword is no name in a spec.
+    is_name = isinstance(name, str) and name.isidentifier() and not iskeyword(name)
+    if not is_name or name in used:
+        raise ValueError(
+            f"{shorten(name)} cannot be registered: choose a Python identifier that "
+            "relattn does not use"
+        )
 
 
 def is_finite(value: float | int) -> bool:

@@ -498,11 +498,7 @@ def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None
             f"the loader of {shorten(name)} must be a function from the options "
             f"config.data to the data, got {shorten(loader)}"
         )
-    if not isinstance(name, str) or not name.isidentifier() or name in BUILT_IN:
-        raise ValueError(
-            f"{shorten(name)} cannot be registered: choose a Python identifier "
-            f"that is not one of {', '.join(sorted(BUILT_IN))}"
-        )
+    spec.check_new_name(name, BUILT_IN)
     LOADERS[name] = loader
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from keyword import iskeyword
 from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
@@ -189,12 +188,7 @@ def register_model(name: str, module: type[nn.Module]) -> None:
             f"{shorten(name)} needs a subclass of flax.linen.Module, got "
             f"{shorten(module)}"
         )
-    is_name = isinstance(name, str) and name.isidentifier() and not iskeyword(name)
-    if not is_name or name in BUILT_IN:
-        raise ValueError(
-            f"{shorten(name)} cannot be registered: choose a Python identifier that is "
-            f"not one of {', '.join(sorted(BUILT_IN))}"
-        )
+    spec.check_new_name(name, BUILT_IN)
     inputs = getattr(module, "inputs", None)
     if inputs not in DATA_ARGUMENTS:
         raise ValueError(

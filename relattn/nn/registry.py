@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from keyword import iskeyword
 from typing import Any
 
 import jax
@@ -179,13 +178,7 @@ def _check_entry(name: str, module: type, base: type) -> None:
             f"{shorten(name)} needs a subclass of relattn.{base.__name__}, got "
             f"{shorten(module)}"
         )
-    # A keyword is no name in a spec.
-    is_name = isinstance(name, str) and name.isidentifier() and not iskeyword(name)
-    if not is_name or name in BUILT_IN:
-        raise ValueError(
-            f"{shorten(name)} cannot be registered: choose a Python identifier "
-            "that names no attention or position of relattn"
-        )
+    spec.check_new_name(name, BUILT_IN)
 
 
 def build(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from relattn import spec
 from relattn.data import DataInfo
 from relattn.messages import shorten
 
@@ -194,13 +195,7 @@ def register_metric(name: str, metric: Metric) -> None:
             f"metric {shorten(name)} must be a Metric, such as Metric(function), got "
             f"{shorten(metric)}"
         )
-    is_name = isinstance(name, str) and name.isidentifier()
-    used = (*BUILT_IN, *RESERVED, *_COLUMNS)
-    if not is_name or name in used:
-        raise ValueError(
-            f"a metric cannot have the name {shorten(name)}: choose a Python "
-            f"identifier other than {', '.join(sorted(used))}"
-        )
+    spec.check_new_name(name, (*BUILT_IN, *RESERVED, *_COLUMNS))
     for part in ("values", "finish", "applies"):
         if not callable(getattr(metric, part)):
             raise ValueError(

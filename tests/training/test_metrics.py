@@ -68,7 +68,7 @@ def test_a_registered_metric_is_counted_and_printed(
 
 @pytest.mark.parametrize("name", ["accuracy", "count", "grad_norm", "top 2"])
 def test_a_metric_has_a_new_name(name):
-    with pytest.raises(ValueError, match=f"cannot have the name '{name}': choose a"):
+    with pytest.raises(ValueError, match=f"'{name}' cannot be registered: choose"):
         register_metric(name, Metric(is_second))
 
 

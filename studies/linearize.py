@@ -12,7 +12,8 @@ takes a finished run with softmax attention and, for each new attention,
 Writes ``results.json`` and ``table.md``: the test accuracy or perplexity after each
 stage, and the seconds of the stage, compilation included. The model of a stage is in
 ``DIR/ATTENTION/STAGE``, for `relattn.load_pretrained`. The same command continues with
-the first stage that is missing or has other settings.
+the first stage that is missing; with other ``--attentions`` or ``--tuning`` it adds to
+the results. Other settings need another ``--output``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from relattn.markdown import markdown_table
 from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.training import linearize, load_run
+from relattn.training.config import differences
 from relattn.training.draws import stream_key
 from relattn.training.metrics import cross_entropy
 from relattn.training.optimizer import make_schedule
@@ -101,17 +103,6 @@ class Settings:
                     f"--{name} must be positive, got {getattr(self, name)}"
                 )
 
-    def of(self, stage: str) -> dict[str, Any]:
-        """Returns the settings that a stage and those before it depend on."""
-        names = ["seed"]
-        if stage != "swapped":
-            names += ["batch_size", "imitate_steps", "imitate_rate"]
-        if stage in TUNING:
-            names += ["tune_steps", f"{stage}_rate"]
-        if stage == "lora":
-            names.append("rank")
-        return {name: getattr(self, name) for name in names}
-
 
 def run_linearize(
     workdir: str | Path,
@@ -137,7 +128,7 @@ def run_linearize(
 
     Raises:
         ValueError: If the run has another attention, the folder has results of another
-            run, a name does not exist, or training diverges.
+            run or other settings, a name does not exist, or training diverges.
         OSError: If the folder cannot be written to, or the run cannot be loaded.
     """
     for method in tuning:
@@ -151,8 +142,8 @@ def run_linearize(
         )
     if not settings.batch_size:
         settings = dataclasses.replace(settings, batch_size=run.config.batch_size)
-    source = _source(run)
-    _check_source(output / "results.json", source)
+    made = _made(run, settings)
+    earlier = _read_attentions(output / "results.json", made)
     data = data_lib.load_data(run.config.data) if data is None else data
     linearizations = {}
     for attention in attentions:
@@ -162,10 +153,10 @@ def run_linearize(
         linearizations[attention] = linearization
     softmax = run.evaluate(data)
     metric = METRIC[run.data.kind]
-    results: dict[str, Any] = {"source": source, "metric": metric}
-    results |= {"data": run.data.name, "softmax": softmax, "attentions": {}}
+    results: dict[str, Any] = {**made, "metric": metric, "data": run.data.name}
+    results |= {"softmax": softmax, "attentions": earlier}
     for attention, linearization in linearizations.items():
-        row = results["attentions"][attention] = {}
+        row = earlier.setdefault(attention, {})
         for stage, result in linearization.stages(tuning):
             row[stage] = result
             print(f"{attention}, {stage}: {metric} {result[metric]:.4f}", flush=True)
@@ -174,16 +165,28 @@ def run_linearize(
     return linearize_table(results)
 
 
-def _source(run: Run) -> dict[str, Any]:
-    return {"step": run.step, "config": run.pretrained_config()["training"]}
+def _made(run: Run, settings: Settings) -> dict[str, Any]:
+    """Returns what all results in a folder depend on."""
+    source = {"step": run.step, "config": run.pretrained_config()["training"]}
+    return {"source": source, "settings": dataclasses.asdict(settings)}
 
 
-def _check_source(path: Path, source: Mapping[str, Any]) -> None:
-    """Raises ValueError if a folder has results of another run."""
-    if path.exists() and read_json(path, {"source": object})["source"] != source:
-        raise ValueError(
-            f"{path.parent} has results of another run: choose another --output"
-        )
+def _read_attentions(path: Path, made: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the results of earlier commands by attention.
+
+    Raises:
+        ValueError: If they are of another run or of other settings.
+    """
+    if not path.exists():
+        return {}
+    found = read_json(path, {"source": dict, "settings": dict, "attentions": dict})
+    for key, what in {"source": "another run", "settings": "other settings"}.items():
+        if differing := differences(found[key], made[key], ()):
+            raise ValueError(
+                f"{path.parent} has results of {what} ({'; '.join(differing[:5])}): "
+                "choose another --output"
+            )
+    return found["attentions"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +244,7 @@ class Linearization:
     ) -> tuple[Any, dict[str, Any]]:
         """Returns a stage's variables and result; computes them unless they exist."""
         folder, file = self.folder / stage, self.folder / stage / "result.json"
-        made = {"settings": self.settings.of(stage), "source": _source(self.run)}
+        made = _made(self.run, self.settings)
         if file.exists():
             found = read_json(file, {"settings": dict, "result": dict})
             if {name: found.get(name) for name in made} == made:

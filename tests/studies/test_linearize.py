@@ -1,5 +1,6 @@
 """The study that turns softmax attention into linear attention."""
 
+import dataclasses
 import json
 import types
 
@@ -59,18 +60,6 @@ def test_table_has_a_column_for_each_stage_and_a_dash_where_there_is_none():
     ]
 
 
-def test_a_stage_depends_on_its_settings_and_those_before_it():
-    def changed(stage, **values):
-        return Settings().of(stage) != Settings(**values).of(stage)
-
-    assert not changed("swapped", imitate_steps=5, tune_steps=5, batch_size=5)
-    assert changed("imitated", imitate_rate=0.1)
-    assert not changed("imitated", tune_steps=5, lora_rate=0.1, rank=5)
-    assert changed("lora", imitate_steps=5) and changed("lora", rank=5)
-    assert not changed("full", lora_rate=0.1, rank=5)
-    assert all(changed(stage, seed=1) for stage in ("swapped", "lora", "full"))
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -112,6 +101,11 @@ def test_every_attention_is_checked_before_anything_is_trained(tmp_path, monkeyp
         linearized("favor", "hedgehogs")
     with pytest.raises(AssertionError, match="the run was evaluated"):
         linearized("favor", "hedgehog")
+    made = {"settings": dataclasses.asdict(SETTINGS) | {"rank": 2}}
+    made |= {"source": {"step": 3, "config": {}}, "attentions": {}}
+    (tmp_path / "out" / "results.json").write_text(json.dumps(made))
+    with pytest.raises(ValueError, match=r"other settings \(rank: 2 there, 8 now\): "):
+        linearized("favor")
     assert METRIC.keys() == INPUT_DTYPES.keys()
 
 
@@ -123,16 +117,14 @@ def test_study_swaps_imitates_and_fine_tunes(tmp_path, name, monkeypatch):
     train_and_evaluate(read_config(f"configs/{name}.py:smoke", TINY), workdir)
     run = relattn.load_run(workdir)
 
-    def linearized(**options):
+    def linearized(*attentions, **options):
         return run_linearize(
-            workdir,
-            output,
-            settings=SETTINGS,
-            attentions=["favor", "hedgehog"],
-            **options,
+            workdir, output, settings=SETTINGS, attentions=attentions, **options
         )
 
-    text = linearized()
+    linearized("favor", tuning=["lora"])
+    linearized("hedgehog")
+    text = linearized("favor", tuning=["full"])
     assert (output / "table.md").read_text("utf-8") == text
     results = json.loads((output / "results.json").read_text("utf-8"))
     assert results["softmax"][metric] == pytest.approx(run.evaluate()[metric])
@@ -169,7 +161,7 @@ def test_study_swaps_imitates_and_fine_tunes(tmp_path, name, monkeypatch):
 
     monkeypatch.setattr(linearize, "imitate_softmax", forbidden)
     monkeypatch.setattr(linearize, "swap_attention", forbidden)
-    assert linearized() == text
+    assert linearized("hedgehog", tuning=[]) == text
 
 
 def test_stages_of_another_run_are_not_reused(tmp_path, monkeypatch):
@@ -183,7 +175,8 @@ def test_stages_of_another_run_are_not_reused(tmp_path, monkeypatch):
 
     file = tmp_path / "swapped" / "result.json"
     file.parent.mkdir()
-    made = {"settings": Settings().of("swapped"), "source": {"step": 1, "config": {}}}
+    settings = dataclasses.asdict(Settings())
+    made = {"settings": settings, "source": {"step": 1, "config": {}}}
     file.write_text(json.dumps({**made, "result": {"accuracy": 0.5}}))
     loaded = types.SimpleNamespace(variables="found")
     monkeypatch.setattr(pretrained, "load_pretrained", lambda folder: loaded)
@@ -210,6 +203,8 @@ def test_results_of_another_run_raise(tmp_path):
     config = read_config("configs/rpe_vit.py:smoke", TINY)
     train_and_evaluate(config, tmp_path / "run")
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "results.json").write_text('{"source": {"step": 1}}')
-    with pytest.raises(ValueError, match="has results of another run: choose another"):
+    (tmp_path / "out" / "results.json").write_text(
+        '{"source": {"step": 1}, "settings": {}, "attentions": {}}'
+    )
+    with pytest.raises(ValueError, match="results of another run .*: choose another"):
         run_linearize(tmp_path / "run", tmp_path / "out")

@@ -5,7 +5,8 @@
 run for each value; with several such keys, for each combination. Commas in brackets or
 quotes belong to a value. Other options ``--config.key=value`` hold for all runs. Writes
 ``table.md`` and ``results.json``, the best run first. The same command continues an
-interrupted sweep; a run that fails does not end it.
+interrupted sweep; with other values of the same keys it adds to the table. A run that
+fails does not end it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import numpy as np
 
 from relattn import command
 from relattn.files import replace_file
+from relattn.json_files import read_json
 from relattn.markdown import markdown_table
 from relattn.spec import split_commas
-from relattn.training.config import check_config
+from relattn.training.config import check_config, differences
 from relattn.training.config_file import read_config
 from relattn.training.metrics import BEST_METRICS, METRICS, format_value, title
 from relattn.training.overrides import typed_keys
@@ -51,16 +53,23 @@ def run_sweep(
 
     Raises:
         ValueError: If no key has several values, a value does not fit the
-            configuration, or the current folder is not the project's root.
+            configuration, the output folder has results of another sweep, or the
+            current folder is not the project's root.
         OSError: If the folder cannot be written to.
     """
     if not Path("train.py").exists():
         raise ValueError("no train.py here: run the sweep from the project's root")
     output = usable_folder(output, "--output")
     grid, fixed = split_grid(overrides)
+    made = {"config": config, "overrides": fixed, "keys": list(grid)}
     combinations = [
         dict(zip(grid, values, strict=True))
         for values in itertools.product(*grid.values())
+    ]
+    earlier = [
+        run
+        for run in _read_runs(output / "results.json", made)
+        if run["values"] not in combinations
     ]
     trainings = []
     for chosen in combinations:
@@ -87,24 +96,34 @@ def run_sweep(
     )
     train(missing, jobs, keep_going=True)
     failed = [training for training in trainings if training.error]
-    results = {
-        "config": config,
-        "overrides": list(fixed),
-        "keys": list(grid),
-        "runs": [
-            {
-                "values": chosen,
-                "workdir": training.workdir.name,
-                **_outcome(training),
-            }
-            for chosen, training in zip(combinations, trainings, strict=True)
-        ],
-    }
+    runs = [
+        {"values": chosen, "workdir": training.workdir.name, **_outcome(training)}
+        for chosen, training in zip(combinations, trainings, strict=True)
+    ]
+    results = {**made, "runs": [*earlier, *runs]}
     kinds = {training.info().kind for training in trainings if not training.error}
     text = sweep_table(results, kinds.pop() if kinds else "images")
     write_json(output / "results.json", results)
     replace_file(output / "table.md", text)
     return text, failed
+
+
+def _read_runs(path: Path, made: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Reads the runs of earlier commands.
+
+    Raises:
+        ValueError: If they have other keys, other options or another configuration.
+    """
+    if not path.exists():
+        return []
+    schema = {**dict.fromkeys(made, object), "runs": [{"values": dict, "*": object}]}
+    found = read_json(path, schema, allow_nan=True)
+    if differing := differences({key: found[key] for key in made}, made, ()):
+        raise ValueError(
+            f"{path.parent} has results of another sweep ({'; '.join(differing)}): "
+            "choose another --output"
+        )
+    return found["runs"]
 
 
 def _outcome(training: Training) -> dict[str, Any]:

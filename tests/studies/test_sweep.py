@@ -59,11 +59,24 @@ def test_each_combination_is_a_run_with_its_options(tmp_path, monkeypatch):
     assert text.count("failed: no reason") == 4
     saved = json.loads((tmp_path / "results.json").read_text("utf-8"))
     # A value before the others does not rename their folders.
-    (tmp_path / "0-seed=6").mkdir()
-    run_sweep("configs/performer.py:smoke", tmp_path, overrides=["--config.seed=5,6,7"])
+    other = tmp_path / "other"
+    (other / "0-seed=6").mkdir(parents=True)
+    run_sweep("configs/performer.py:smoke", other, overrides=["--config.seed=5,6,7"])
     names = [training.workdir.name for training in started[4:]]
     assert names == ["0-seed=5", "0-seed=6", "2-seed=7"]
     assert saved["runs"][3]["values"] == {"model.attention": "softmax", "seed": "6"}
+    # Other values of the same keys are added; other keys would replace the table.
+    run_sweep("configs/performer.py:smoke", other, overrides=["--config.seed=7,8"])
+    saved = json.loads((other / "results.json").read_text("utf-8"))
+    assert [run["values"]["seed"] for run in saved["runs"]] == ["5", "6", "7", "8"]
+    for options in (
+        ["--config.model.dim=8,16"],
+        ["--config.seed=7,8", "--config.batch_size=8"],
+    ):
+        with pytest.raises(
+            ValueError, match=r"of another sweep \(.* there, .*: choose"
+        ):
+            run_sweep("configs/performer.py:smoke", other, overrides=options)
 
 
 def test_the_table_has_the_best_run_first():

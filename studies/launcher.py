@@ -28,7 +28,7 @@ from relattn.training.metrics_log import Row, read_rows
 from relattn.training.overrides import typed_keys
 from relattn.training.preemption import ENDING, on_signals
 from relattn.training.resume import check_same_config
-from relattn.training.workdir import read_record, read_results
+from relattn.training.workdir import describe_cpu, read_record, read_results
 
 POLL_SECONDS = 0.5
 # Pause between two readings of a log, as a multiple of the time that the first took.
@@ -50,7 +50,6 @@ class Training:
         seed: The seed, or the first of several.
         num_seeds: Number of seeds to train together.
         overrides: More options of ``train.py``.
-        core: CPU core to bind the process to; None for any.
         gpu: The only visible GPU, as in CUDA_VISIBLE_DEVICES; None for all.
         process: The process, after the start.
         shown: Number of rows of metrics shown so far.
@@ -65,7 +64,6 @@ class Training:
     seed: int = 0
     num_seeds: int = 1
     overrides: Sequence[str] = ()
-    core: int | None = None
     gpu: str | None = None
     process: subprocess.Popen | None = None
     shown: int = 0
@@ -101,12 +99,12 @@ class Training:
         typed = typed_keys(self.overrides)
         return [*(own[key] for key in own if key not in typed), *self.overrides]
 
-    def start(self, core: int | None = None, gpu: str | None = None) -> None:
+    def start(self, gpu: str | None = None, *, one_core: bool = False) -> None:
         """Starts the process.
 
         Args:
-            core: CPU core to bind the process to; None for any.
             gpu: The only visible GPU; None for all.
+            one_core: Whether JAX computes on one core, which the system chooses.
         """
         command = [
             sys.executable,
@@ -118,6 +116,8 @@ class Training:
         self.workdir.mkdir(parents=True, exist_ok=True)
         # Two runs may share one GPU.
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if one_core:
+            environment["NPROC"] = "1"
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         with open_new(self.log, "w") as log:
@@ -129,9 +129,7 @@ class Training:
                 env=environment,
                 process_group=0,
             )
-        self.core, self.gpu = core, gpu
-        if core is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(self.process.pid, {core})
+        self.gpu = gpu
         self.bar = tqdm(
             total=1.0,
             desc=self.name,
@@ -294,23 +292,22 @@ def train(
     Args:
         trainings: The trainings; complete ones take a few seconds.
         jobs: Number of parallel processes. If several, each sees one GPU, shared only
-            if there are fewer GPUs than jobs. Without GPUs, each is bound to one core,
+            if there are fewer GPUs than jobs. Without GPUs, each computes on one core,
             which is faster for small models than sharing cores.
         keep_going: If True, a failed training is printed and has its ``error`` set, and
             the others continue.
 
     Raises:
         ChildProcessError: If a training fails, unless ``keep_going``.
+        ValueError: If ``jobs`` is less than one.
     """
-    cores = list(range(os.cpu_count() or 1))
-    if hasattr(os, "sched_getaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
     gpus = visible_gpus() if jobs > 1 else []
-    if gpus:
-        free = [(None, gpus[job % len(gpus)]) for job in range(jobs)]
-    else:
-        jobs = min(jobs, len(cores), len(trainings))
-        free = [(core, None) for core in cores[:jobs]] if jobs > 1 else [(None, None)]
+    if not gpus:
+        jobs = max(1, min(jobs, describe_cpu()["cores"], len(trainings)))
+    free = [gpus[job % len(gpus)] if gpus else None for job in range(jobs)]
+    one_core = jobs > 1 and not gpus
     waiting, running = list(trainings), []
     with contextlib.ExitStack() as stack:
         stack.enter_context(leaving_on_sigterm())
@@ -318,7 +315,7 @@ def train(
         while waiting or running:
             while waiting and free:
                 training = waiting.pop(0)
-                training.start(*free.pop(0))
+                training.start(free.pop(0), one_core=one_core)
                 running.append(training)
             time.sleep(POLL_SECONDS)
             for training in list(running):
@@ -332,7 +329,7 @@ def train(
                 if not ended:
                     continue
                 running.remove(training)
-                free.append((training.core, training.gpu))
+                free.append(training.gpu)
                 _finish(training, keep_going)
 
 

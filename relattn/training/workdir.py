@@ -255,10 +255,13 @@ def describe_cpu() -> dict[str, Any]:
     return {"cpu": cpu, "cores": _num_cores()}
 
 
-def _num_cores():
+def _num_cores() -> int:
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+        cores = len(os.sched_getaffinity(0))
+    # XLA computes with so many threads.
+    threads = os.environ.get("NPROC", "")
+    return min(cores, max(1, int(threads))) if threads.isdigit() else cores
 
 
 def versions() -> dict[str, str]:

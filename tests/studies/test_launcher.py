@@ -330,4 +330,27 @@ def test_each_parallel_training_sees_one_gpu(
     said = [training.log.read_text().strip() for training in trainings]
     assert said[:jobs] == seen
     assert set(said) == set(seen)
-    assert all(training.core is None for training in trainings)
+
+
+@pytest.mark.parametrize("jobs, seen", [(1, "all"), (2, "1")])
+def test_parallel_trainings_compute_on_one_core_each(tmp_path, monkeypatch, jobs, seen):
+    """Not on the first cores, which another study may use."""
+    program = tmp_path / "program"
+    script = "import os, sys; print(os.environ.get('NPROC', 'all'), end=' ');"
+    script += "print(os.sched_getaffinity(0) == os.sched_getaffinity(os.getppid()))"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{script}"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launcher, "describe_cpu", lambda: {"cores": 3})
+    monkeypatch.setattr(Training, "say_result", lambda self: None)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("NPROC", raising=False)
+    trainings = [Training(str(i), CONFIG, tmp_path / str(i)) for i in range(3)]
+    train(trainings, jobs)
+    assert {training.log.read_text() for training in trainings} == {f"{seen} True\n"}
+
+
+def test_no_job_is_refused():
+    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
+        train([], 0)

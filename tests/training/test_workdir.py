@@ -168,6 +168,11 @@ GOOD_RESULT = {"step": 3, "num_steps": 3, "epochs": 1.5, "stopped_early": False}
 GOOD_RESULT |= {"test_loss": 0.5}
 
 
+def test_the_cores_are_those_that_xla_uses(monkeypatch):
+    monkeypatch.setenv("NPROC", "1")
+    assert workdir.describe_cpu()["cores"] == 1
+
+
 def test_read_result_of_a_seed(tmp_path):
     assert read_result(tmp_path, 7) == {}
     runs = [{**GOOD_RESULT, "seed": seed, "test_loss": float(seed)} for seed in (5, 7)]

@@ -7,14 +7,16 @@ study stopped. If a run fails, it is reported and the others continue. The seeds
 a model train together in one process; ``--together`` changes this. ``--dataset`` and
 ``--models`` select some of the runs, such as ``--dataset=constant
 --models=drawn_once,redraw_20`` of ``performer_pixels16``, whose runs differ in the
-schedule of the learning rate instead of the data. Options
-``--config.key=value``, such as ``--config.num_steps=50``, are passed to ``train.py``.
+schedule of the learning rate instead of the data; the tables have those of earlier
+commands with the same options, too. Options ``--config.key=value``, such as
+``--config.num_steps=50``, are passed to ``train.py``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from relattn import command
@@ -25,11 +27,12 @@ from relattn.json_files import read_json
 from relattn.messages import check_choice
 from relattn.training.config import check_config
 from relattn.training.config_file import read_config
+from relattn.training.errors import WorkdirError
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder, write_json
 from studies.figure1 import published_curve
 from studies.launcher import Training, train
-from studies.presets import PRESETS
+from studies.presets import PRESETS, Row
 from studies.redraws import redraw_report
 from studies.report import plot_study, study_results, study_table, write_study_csv
 
@@ -77,34 +80,25 @@ def run_study(
     if "num_seeds" in typed_keys(overrides):
         raise ValueError("--seeds and --together set --config.num_seeds: leave it out")
     study = PRESETS[preset]
-    if dataset:
-        study = study.on(dataset)
-    if models:
-        study = study.of(models)
-    for row in study.rows:
+    chosen = study.on(dataset) if dataset else study
+    chosen = chosen.of(models) if models else chosen
+    for row in chosen.rows:
         for config in row.runs.values():
             # Raises before anything is trained.
             check_config(read_config(config, overrides))
+    asked = {(row.name, trained) for row in chosen.rows for trained in row.runs}
     output = usable_folder(output, "--output")
     _check_results(output / "results.json", preset)
-    trainings, groups = [], {}
-    for done in range(0, seeds, together or seeds):
-        num_seeds = min(together or seeds, seeds - done)
-        for row in study.rows:
-            for trained, config in row.runs.items():
-                seed = read_config(config, overrides).seed + done
-                words = [row.name, *filter(None, [trained])]
-                named = [seed] if num_seeds == 1 else [seed, seed + num_seeds - 1]
-                training = Training(
-                    label=", ".join(words),
-                    config=config,
-                    workdir=output / "-".join([*words, *map(str, named)]),
-                    seed=seed,
-                    num_seeds=num_seeds,
-                    overrides=[w for w in overrides if typed_keys([w]) != {"seed"}],
-                )
-                trainings.append(training)
-                groups.setdefault((row.name, trained), []).append(training)
+    groups = {}
+    for row in study.rows:
+        for trained in row.runs:
+            make = partial(_group, row, trained, output, seeds, together, overrides)
+            is_asked = (row.name, trained) in asked
+            if group := make() if is_asked else _earlier(make):
+                groups[row.name, trained] = group
+    # The first seeds of all runs come first.
+    by_seeds = zip(*(groups[key] for key in groups if key in asked), strict=True)
+    trainings = [training for group in by_seeds for training in group]
     missing = [training for training in trainings if not training.is_complete()]
     print(
         f"{preset}: {len(missing)} of {len(trainings)} runs to train; logs in "
@@ -120,6 +114,7 @@ def run_study(
         key: [training for training in group if not training.error]
         for key, group in groups.items()
     }
+    study = study.with_runs(lambda *key: key in groups)
     results = study_results(study, finished, failed, overrides)
     results = {"preset": preset, **results}
     text = study_table(study, results)
@@ -140,6 +135,46 @@ def run_study(
         text += "\n" + redraw_report(study, finished, output)
         replace_file(output / "table.md", text)
     return text, failed
+
+
+def _group(
+    row: Row,
+    trained: str,
+    output: Path,
+    seeds: int,
+    together: int,
+    overrides: Sequence[str],
+) -> list[Training]:
+    """Makes the trainings of all seeds of a run."""
+    config, group = row.runs[trained], []
+    words = [row.name, *filter(None, [trained])]
+    for done in range(0, seeds, together or seeds):
+        num_seeds = min(together or seeds, seeds - done)
+        seed = read_config(config, overrides).seed + done
+        named = [seed] if num_seeds == 1 else [seed, seed + num_seeds - 1]
+        training = Training(
+            label=", ".join(words),
+            config=config,
+            workdir=output / "-".join([*words, *map(str, named)]),
+            seed=seed,
+            num_seeds=num_seeds,
+            overrides=[w for w in overrides if typed_keys([w]) != {"seed"}],
+        )
+        group.append(training)
+    return group
+
+
+def _earlier(make: Callable[[], list[Training]]) -> list[Training]:
+    """Returns the trainings of an earlier command, if all are complete."""
+    try:
+        group = make()
+        return group if all(training.is_complete() for training in group) else []
+    except WorkdirError as error:
+        print(f"left out of the tables: {error}")
+    except ValueError:
+        # The options do not fit the configuration.
+        pass
+    return []
 
 
 def _check_results(path: Path, preset: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from relattn.messages import check_choice
@@ -115,8 +115,7 @@ class Preset:
         known = [row.name for row in self.rows]
         for name in names:
             check_choice("model", name, known)
-        rows = [row for row in self.rows if row.name in names]
-        return dataclasses.replace(self, rows=rows)
+        return self.with_runs(lambda name, dataset: name in names)
 
     def on(self, dataset: str) -> Preset:
         """Selects the runs on one data set.
@@ -140,12 +139,16 @@ class Preset:
                 "the models of this study have one run each: leave --dataset out"
             )
         check_choice("dataset", dataset, self.datasets)
-        rows = [
-            dataclasses.replace(row, runs={dataset: row.runs[dataset]})
-            for row in self.rows
-            if dataset in row.runs
-        ]
-        columns = [column for column in self.columns if column.trained in ("", dataset)]
+        return self.with_runs(lambda name, trained: trained == dataset)
+
+    def with_runs(self, selects: Callable[[str, str], bool]) -> Preset:
+        """Selects the runs for whose row and data set ``selects`` returns True."""
+        rows = []
+        for row in self.rows:
+            runs = {key: run for key, run in row.runs.items() if selects(row.name, key)}
+            rows += [dataclasses.replace(row, runs=runs)] if runs else []
+        trained = {"", *(key for row in rows for key in row.runs)}
+        columns = [column for column in self.columns if column.trained in trained]
         return dataclasses.replace(self, rows=rows, columns=columns)
 
 

@@ -21,12 +21,13 @@ def make_training(
     config=CONFIG,
     seed=3,
     num_seeds=1,
+    overrides=(),
     rows=(),
     **result,
 ):
     """Makes the folder of a complete run with given rows of metrics and result."""
     workdir.mkdir(exist_ok=True)
-    training = Training(label, config, workdir, seed=seed, num_seeds=num_seeds)
+    training = Training(label, config, workdir, seed, num_seeds, overrides)
     values = to_json(read_config(config, training.options))
     start = {"device": "abacus", "platform": "wood", "num_devices": 2}
     start |= {"cpu": "beads", "cores": 10}

@@ -1,4 +1,5 @@
 import json
+import shutil
 import sys
 
 import pytest
@@ -205,8 +206,11 @@ def test_seeds_train_in_one_process(tmp_path, monkeypatch, capfd):
         Column("inference", "inference", "inference_seconds", unit="seconds"),
     ]
     config = "configs/rpe_vit.py:smoke,softmax,none"
-    preset = Preset("Tiny", [Row("vit", {"": config})], columns)
-    monkeypatch.setitem(PRESETS, "tiny", preset)
+    rows = [
+        Row("vit", {"": config}),
+        Row("relu", {"": config.replace("softmax", "relu")}),
+    ]
+    monkeypatch.setitem(PRESETS, "tiny", Preset("Tiny", rows, columns))
     asked = []
 
     def train(trainings, jobs, *, keep_going):
@@ -228,7 +232,8 @@ def test_seeds_train_in_one_process(tmp_path, monkeypatch, capfd):
             ]
             make_training(
                 training.workdir,
-                config=config,
+                config=training.config,
+                overrides=training.overrides,
                 seed=training.seed,
                 num_seeds=training.num_seeds,
                 rows=rows,
@@ -237,7 +242,7 @@ def test_seeds_train_in_one_process(tmp_path, monkeypatch, capfd):
             training.say_result()
 
     monkeypatch.setattr(__main__, "train", train)
-    text, _ = __main__.run_study("tiny", tmp_path, seeds=2)
+    text, _ = __main__.run_study("tiny", tmp_path, models=["vit"], seeds=2)
     said = capfd.readouterr().out
     assert "tiny: 1 of 1 runs to train" in said
     # The first seed is that of the configuration.
@@ -250,11 +255,22 @@ def test_seeds_train_in_one_process(tmp_path, monkeypatch, capfd):
     assert [result["test_accuracy"] for result in run["results"]] == [0.5, 0.625]
     assert run["curve"]["step"] == [50, 100]
     assert run["curve"]["mean"] == [37.5, 75.0]
-    __main__.run_study("tiny", tmp_path, seeds=2)
+    __main__.run_study("tiny", tmp_path, models=["vit"], seeds=2)
     assert asked == ["vit, seeds 42 to 43"]
-    __main__.run_study("tiny", tmp_path, seeds=3, together=2)
+    __main__.run_study("tiny", tmp_path, models=["vit"], seeds=3, together=2)
     assert asked[1:] == ["vit, seed 44"]
     assert "2 of 2" not in capfd.readouterr().out
+    # The tables have what earlier commands trained with the same options.
+    text, _ = __main__.run_study("tiny", tmp_path, models=["relu"], seeds=2)
+    assert "\n| vit | 56.25 ± 8.84 | 1 |\n| relu | 56.25" in text
+    assert asked[2:] == ["relu, seeds 42 to 43"]
+    capfd.readouterr()
+    shutil.rmtree(tmp_path / "relu-42-43")
+    options = {"models": ["relu"], "overrides": ["--config.batch_size=7"]}
+    text, _ = __main__.run_study("tiny", tmp_path, seeds=2, **options)
+    assert "| relu | 56.25" in text and "| vit |" not in text
+    left_out = f"left out of the tables: --workdir {tmp_path / 'vit-42-43'} holds a run"
+    assert capfd.readouterr().out.startswith(left_out)
 
 
 def test_shifts_are_evaluated_for_all_runs(tmp_path, monkeypatch):

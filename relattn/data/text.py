@@ -148,7 +148,10 @@ def _read_folder(
         if split != "test" or (folder / file).exists()
     }
     origin = f"{meta.origin or 'the tokens'} in {folder}"
-    return config.get("name", "") or folder.name, meta, tokens, origin
+    name = config.get("name", "")
+    # A configuration of a text that ships with the package, with another folder.
+    name = folder.name if name in ("", *EMBEDDED_TEXTS) else name
+    return name, meta, tokens, origin
 
 
 def _read_embedded(

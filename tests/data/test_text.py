@@ -71,6 +71,9 @@ def test_test_file_is_used(folder):
     data = load_text(make_config(folder, name="numbers", windows_per_epoch=1000))
     np.testing.assert_array_equal(data.test.tokens, random_tokens(29))
     assert (data.info.name, data.info.num_train) == ("numbers", 1000)
+    # Not the text that ships with the package.
+    data = load_text(make_config(folder, name="tinyshakespeare"))
+    assert data.info.name == folder.name
 
 
 def test_nanogpt_files_are_loaded(folder):

@@ -18,7 +18,7 @@ from relattn.data.augment import (
     make_mix,
 )
 from relattn.data.base import DataSource
-from relattn.data.canvas import place_on_canvas
+from relattn.data.canvas import PLACEMENTS, place_on_canvas
 from relattn.data.csv_images import find_csv_images
 from relattn.data.folder import find_files
 from relattn.data.huggingface import find_huggingface_images
@@ -42,7 +42,7 @@ from relattn.data.mnist_points import make_mnist_points
 from relattn.data.moving_digits import make_moving_digits
 from relattn.data.paths import expand, reading_data
 from relattn.data.points import read_points
-from relattn.data.preprocess import check_statistics
+from relattn.data.preprocess import check_statistics, is_standardized
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
 from relattn.data.streaming import open_list, open_streamed
 from relattn.data.text import load_text
@@ -280,8 +280,11 @@ def _check_name(config: ConfigDict) -> None:
 
 
 def _check_effect(config: ConfigDict, *, in_memory: bool) -> None:
-    """Refuses options that would have no effect on images."""
+    """Refuses options that would have no effect on images, before any is read."""
     _check_known(config, (*IMAGE_OPTIONS, *_OTHER_OPTIONS))
+    if placement := config.get("placement", ""):
+        check_choice("data.placement", placement, PLACEMENTS)
+    _check_standardized(config)
     source = config.get("source", "embedded")
     files = "a data.source of image files, such as 'folder'"
     needs = {
@@ -300,6 +303,18 @@ def _check_effect(config: ConfigDict, *, in_memory: bool) -> None:
             raise ValueError(
                 f"data.{option}={shorten(value)} has no effect here, since it "
                 f"needs {need}: leave it at {default!r}"
+            )
+
+
+def _check_standardized(config: ConfigDict) -> None:
+    """Refuses ``mean`` and ``std`` of images that are not standardised."""
+    if is_standardized(config):
+        return
+    for option in ("mean", "std"):
+        if config.get(option) is not None:
+            raise ValueError(
+                f"data.{option}={shorten(config[option])} has no effect here, since it "
+                "needs data.standardize=True: leave it out"
             )
 
 
@@ -411,6 +426,7 @@ def _load_moving_digits(config: ConfigDict) -> DataSource:
                 f"data.{option}={shorten(value)} has no effect on moving digits: leave "
                 f"it at {default!r}"
             )
+    _check_standardized(config)
     data = make_moving_digits(
         config.get("num_validation", 0), config.get("split_seed", 0)
     )

@@ -135,6 +135,15 @@ def channel_mean_std(
     return found[0], found[1]
 
 
+def is_standardized(config: ConfigDict) -> bool:
+    """Returns ``standardize``; raises ValueError if it is neither True nor False."""
+    chosen = config.get("standardize", False)
+    if chosen not in (True, False):
+        # The text "False" would count as true.
+        raise ValueError(f"data.standardize={shorten(chosen)} must be True or False")
+    return chosen
+
+
 def check_statistics(config: ConfigDict, info: DataInfo) -> None:
     """Checks that the images can be standardised if ``standardize`` is set.
 
@@ -154,11 +163,7 @@ def check_statistics(config: ConfigDict, info: DataInfo) -> None:
         ValueError: data.standardize divides by the standard deviation, but all pixels \
 of channel 0 of grey are equal: set data.standardize=False, or use other images
     """
-    chosen = config.get("standardize", False)
-    if chosen not in (True, False):
-        # The text "False" would count as true.
-        raise ValueError(f"data.standardize={shorten(chosen)} must be True or False")
-    if info.kind != "images" or not chosen:
+    if not is_standardized(config) or info.kind != "images":
         return
     statistics = zip(*channel_mean_std(config, info), strict=True)
     for channel, (mean, std) in enumerate(statistics):

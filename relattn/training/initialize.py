@@ -85,6 +85,9 @@ def take_model(
         for key, value in sizes.items():
             if f"data.{key}" not in given:
                 config.data[key] = value
+        for key in {"mean", "std"} & {*config.data} & {*sizes}:
+            if not config.data.get("standardize", False):
+                del config.data[key]
 
 
 def _find_tokenizer(config: ConfigDict, source: Mapping[str, Any]) -> str:

@@ -252,6 +252,26 @@ def test_options_without_effect_are_refused(change, message):
             load(config)
 
 
+@pytest.mark.parametrize("source", ["folder", "embedded", "moving_digits"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"std": (0.5,)},
+            r"data\.std=\(0\.5,\) .* needs data\.standardize=True: leave",
+        ),
+        ({"standardize": "False"}, r"data\.standardize='False' must be True or False"),
+        ({"placement": "statik"}, r"data\.placement[ =]'statik'"),
+    ],
+)
+def test_options_are_checked_before_images_are_read(source, change, message):
+    config = ConfigDict({"name": "mnist", "source": source, **change})
+    if source == "folder":
+        config.data_dir = "missing"
+    with pytest.raises(ValueError, match=message):
+        load_data(config)
+
+
 def test_options_without_effect_on_a_folder_are_refused(tmp_path):
     def load(**change):
         config = image_options("mine", 5, source="folder", data_dir=str(tmp_path))

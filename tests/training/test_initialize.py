@@ -344,6 +344,8 @@ def test_images_are_prepared_as_for_the_run_that_was_saved(standardize, mean, tm
     assert found.image_size == 28
     typed = read_config(str(own), [f"--config.data.standardize={not standardize}"])
     assert typed.data.standardize is not standardize
+    # Without an effect, it would be refused.
+    assert "mean" not in typed.data
 
 
 @pytest.mark.slow

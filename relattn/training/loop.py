@@ -531,7 +531,10 @@ class TrainLoop:
             self._print(line)
 
     def finish(self) -> dict[str, Any]:
-        """Evaluates the best checkpoints on the test splits; writes ``result.json``."""
+        """Evaluates the best checkpoints on the test splits; writes ``result.json``.
+
+        And ``run.json``, if it cannot be read.
+        """
         task, evaluator = self.task, self.evaluator
         if task is not task.single:
             evaluator = Evaluator.of_task(task.single, self.parallel)
@@ -547,6 +550,12 @@ class TrainLoop:
         )
         if distributed.is_primary():
             workdir_lib.write_json(self.workdir / "result.json", result)
+            try:
+                workdir_lib.read_record(self.workdir)
+            except (OSError, ValueError):
+                workdir_lib.write_run_json(
+                    self.workdir, task, self.parallel.devices, self.saved_step
+                )
         return result
 
 

@@ -120,7 +120,10 @@ def test_a_finished_run_only_reports(config, tmp_path, one_device, capsys, finis
     folder, first = finished
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config.progress = True
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").unlink()
     again = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert json.loads((tmp_path / "run.json").read_text())["data"] == record["data"]
     assert f"Already at the final step 15 of {tmp_path}" in capsys.readouterr().out
     for key in ("seconds", "examples_per_second"):
         assert again[key] == first[key]

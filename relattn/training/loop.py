@@ -255,10 +255,10 @@ class TrainLoop:
         if saved:
             self.saved_step = saved["step"]
             self.lost = saved["lost"]
-            # It may change when a run resumes.
-            self.log_every = max(
-                self.config.log_every_steps, saved["config"].get("log_every_steps", 0)
-            )
+            # The largest so far: it may change each time that a run resumes.
+            before = saved["config"].get("log_every_steps", 0)
+            before = saved.get("log_every", before)
+            self.log_every = max(self.config.log_every_steps, before)
             self.histories = [History(**values) for values in saved["history"]]
             template = parallel.template(task.abstract_state)
             self.state = parallel.place(
@@ -430,6 +430,7 @@ class TrainLoop:
             "config": to_json(self.config),
             "data": dataclasses.asdict(self.task.info),
             "history": [dataclasses.asdict(history) for history in self.histories],
+            "log_every": self.log_every,
             **self.origin,
         }
         kind = self.task.info.kind

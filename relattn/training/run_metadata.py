@@ -146,7 +146,8 @@ def _type_problem(meta: Any) -> str | None:
             return f"{name} is missing"
         if not isinstance(meta[name], kind):
             return f"{name} is {shorten(meta[name])}"
-    for name, kind in (("contents", str), ("given", str), ("random", dict)):
+    optional = {"contents": str, "given": str, "random": dict, "log_every": int}
+    for name, kind in optional.items():
         if not isinstance(meta.get(name, kind()), kind):
             return f"{name} is {shorten(meta[name])}"
     for path, array in meta["arrays"].items():

@@ -216,6 +216,18 @@ def test_a_workdir_of_another_config_shows_the_difference(config, one_device, fi
     assert sorted(workdir.rglob("*")) == before
 
 
+def test_no_rows_are_missing_after_changes_of_their_interval(
+    config, tmp_path, one_device
+):
+    """Nor if the interval was larger at a start before the last one."""
+    for steps, stop in (100, 7), (2, 12), (2, 14):
+        config.log_every_steps = steps
+        with pytest.raises(Interrupted):
+            training.train_and_evaluate(
+                config, tmp_path, devices=one_device, on_step=interrupt_at(stop)
+            )
+
+
 def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):
     foreign = tmp_path / "checkpoints" / "model.pt"
     foreign.parent.mkdir()

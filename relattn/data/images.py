@@ -364,18 +364,18 @@ def check_class_names(
     """
     # A text would be a class for each letter.
     listed = isinstance(names, Iterable) and not isinstance(names, str)
-    names = tuple(names) if listed else (names,)
-    for name in names:
+    found: tuple[Any, ...] = tuple(names) if listed else (names,)
+    for name in found:
         if not listed or not isinstance(name, str) or not name:
             raise ValueError(
                 f"{where} must be a name for each label, such as ('cat', 'dog'), got "
                 f"{shorten(name)}"
             )
-        if names.count(name) > 1:
+        if found.count(name) > 1:
             raise ValueError(
                 f"{where} has {shorten(name)} twice: give each class a name of its own"
             )
-    return names
+    return found
 
 
 def _check_split(

@@ -52,6 +52,7 @@ def get_config(arguments: str = "") -> ConfigDict:
         {
             "name": "mnist_points",
             "source": "mnist_points",
+            "data_dir": "",
             "num_validation": 500,
             "split_seed": 0,
         }

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int32
 
 from relattn.command import lacks_resources
 from relattn.data.array_hints import labels_hint
@@ -73,26 +74,22 @@ def read_arrays(file: Path) -> Images:
             f"{file} has no array train_images, only {listed or 'none'}: name the "
             "arrays train_images and train_labels"
         )
-    images, labels = splits["train"]
-    given = class_order(map(str, labels.tolist()))
-    check_several_classes(given, str(file))
-    class_names, classes = read_class_names(arrays, file), "a class of training"
-    if class_names and labels.dtype.kind in "iu":
-        # Numbers are positions in the given names.
-        known = {str(label): label for label in range(len(class_names))}
-        classes = f"a position in the {len(class_names)} {CLASS_NAMES}"
-    else:
-        class_names = class_names or given
-        known = {name: label for label, name in enumerate(class_names)}
-    found = {}
-    for name, split in splits.items():
-        if split is not None:
-            found[name] = _encode(*split, known, f"{name} in {file}", classes)
-            if split[0].shape[1:] != images.shape[1:]:
-                raise ValueError(
-                    f"the images of {name} in {file} have shape {split[0].shape[1:]}, "
-                    f"but those of training {images.shape[1:]}: resize one of them"
-                )
+    there = {name: split for name, split in splits.items() if split is not None}
+    class_names, labels = encode_labels(
+        {name: labels for name, (_, labels) in there.items()}, arrays, file
+    )
+    found, shape = {}, there["train"][0].shape[1:]
+    for name, (images, _) in there.items():
+        where = f"{name} in {file}"
+        check_arrays(images, labels[name], f"the images of {where}")
+        if not len(images):
+            raise ValueError(f"{where} has no images: add at least one")
+        if images.shape[1:] != shape:
+            raise ValueError(
+                f"the images of {where} have shape {images.shape[1:]}, but those of "
+                f"training {shape}: resize one of them"
+            )
+        found[name] = ImageSplit(images, labels[name])
     origin = f"the arrays of {file}"
     return Images(class_names=class_names, origin=origin, **{"test": None, **found})
 
@@ -142,18 +139,74 @@ def open_arrays(
     return arrays, ", ".join(names)
 
 
-def read_class_names(arrays: Mapping[str, np.ndarray], file: Path) -> tuple[str, ...]:
-    """Returns the names of the classes in the array ``class_names``, if it is there.
+def check_labels_array(
+    labels: np.ndarray, examples: np.ndarray, where: str
+) -> np.ndarray:
+    """Returns labels of shape ``[n]``, given as ``[n]`` or ``[n, 1]``.
 
     Args:
-        arrays: The arrays of the file, by name.
+        labels: The labels.
+        examples: The n examples.
+        where: Name of the labels, for the message.
+
+    Raises:
+        ValueError: Unless they are an integer or a name for each example.
+    """
+    num_examples = len(examples) if examples.ndim else 0
+    labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if labels.shape != (num_examples,) or labels.dtype.kind not in "iuU":
+        raise ValueError(
+            f"{where} has shape {labels.shape} and dtype {labels.dtype}, expected "
+            f"{num_examples} integers or names: {labels_hint(labels, num_examples)}"
+        )
+    return labels
+
+
+def encode_labels(
+    splits: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray], file: Path
+) -> tuple[tuple[str, ...], dict[str, Int32[np.ndarray, " n"]]]:
+    """Returns the names of the classes, and labels as positions in them.
+
+    Args:
+        splits: The labels of each split, numbers or names; those of ``"train"`` too.
+        arrays: The arrays of the file, by name. Without ``class_names``, the classes
+            are the different labels of training, in numerical order if they are
+            numbers, else in alphabetical order.
         file: The file, for the message.
 
     Raises:
-        ValueError: If two classes have the same name, or one has none.
+        ValueError: If a label is none of the classes, training has only one class, or
+            two classes have the same name.
+
+    Example:
+        >>> labels = {"train": np.array([3, 1, 3]), "test": np.array([3])}
+        >>> encode_labels(labels, {}, Path("mine.npz"))
+        (('1', '3'), {'train': array([1, 0, 1], dtype=int32), 'test': array([1], \
+dtype=int32)})
     """
+    given = class_order(map(str, splits["train"].tolist()))
+    check_several_classes(given, str(file))
     names = map(str, np.ravel(arrays.get(CLASS_NAMES, ())).tolist())
-    return check_class_names(names, f"{CLASS_NAMES} in {file}")
+    class_names = check_class_names(names, f"{CLASS_NAMES} in {file}")
+    classes, encoded = "a class of training", {}
+    if class_names and splits["train"].dtype.kind in "iu":
+        # Numbers are positions in the given names.
+        known = {str(label): label for label in range(len(class_names))}
+        classes = f"a position in the {len(class_names)} {CLASS_NAMES}"
+    else:
+        class_names = class_names or given
+        known = {name: label for label, name in enumerate(class_names)}
+    for name, labels in splits.items():
+        values, inverse = np.unique(labels, return_inverse=True)
+        for value in values.tolist():
+            if str(value) not in known:
+                raise ValueError(
+                    f"the labels of {name} in {file} have {shorten(value)}, which is "
+                    f"not {classes}, only {shorten(', '.join(known))}: correct them"
+                )
+        numbers = np.array([known[str(value)] for value in values.tolist()], np.int32)
+        encoded[name] = numbers[inverse] if len(labels) else np.zeros(0, np.int32)
+    return class_names, encoded
 
 
 def _find_split(
@@ -168,37 +221,7 @@ def _find_split(
         if there:
             images, labels = (arrays[key] for key in keys)
             images = images[..., None] if images.ndim == 3 else images
-            labels = (
-                labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-            )
-            if labels.shape != images.shape[:1] or labels.dtype.kind not in "iuU":
-                raise ValueError(
-                    f"{keys[1]} in {file} has shape {labels.shape} and dtype "
-                    f"{labels.dtype}, expected {len(images)} integers or names: "
-                    f"{labels_hint(labels, len(images))}"
-                )
+            where = f"{keys[1]} in {file}"
+            labels = check_labels_array(labels, images, where)
             return images, labels
     return None
-
-
-def _encode(
-    images: np.ndarray,
-    labels: np.ndarray,
-    known: Mapping[str, int],
-    where: str,
-    classes: str,
-) -> ImageSplit:
-    """Returns a split with the number of each label."""
-    values, inverse = np.unique(labels, return_inverse=True)
-    for value in values.tolist():
-        if str(value) not in known:
-            raise ValueError(
-                f"the labels of {where} have {shorten(value)}, which is not {classes}, "
-                f"only {shorten(', '.join(known))}: correct them"
-            )
-    numbers = np.array([known[str(value)] for value in values.tolist()], np.int32)
-    encoded = numbers[inverse] if len(labels) else np.zeros(0, np.int32)
-    check_arrays(images, encoded, f"the images of {where}")
-    if not len(images):
-        raise ValueError(f"{where} has no images: add at least one")
-    return ImageSplit(images, encoded)

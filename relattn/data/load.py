@@ -436,7 +436,12 @@ def _load_moving_digits(config: ConfigDict) -> DataSource:
 
 def _load_mnist_points(config: ConfigDict) -> DataSource:
     """Makes the sets of points of MNIST."""
-    _check_known(config, ("source", "name", *_HELD_OUT))
+    _check_known(config, ("source", "name", "data_dir", *_HELD_OUT))
+    if config.get("data_dir", ""):
+        raise ValueError(
+            f"data.data_dir={shorten(config.data_dir)} has no effect on the points of "
+            "MNIST: set data.source='points' to read a file"
+        )
     return make_mnist_points(
         config.get("num_validation", 0), config.get("split_seed", 0)
     )

@@ -12,7 +12,12 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int32, Int64
 
 from relattn.data.array_hints import labels_hint
-from relattn.data.arrays import CLASS_NAMES, open_arrays, read_class_names
+from relattn.data.arrays import (
+    CLASS_NAMES,
+    check_labels_array,
+    encode_labels,
+    open_arrays,
+)
 from relattn.data.base import (
     ONE_SHARD,
     Batch,
@@ -201,7 +206,7 @@ class PointData:
 
         Example:
             >>> train = PointSplit.from_arrays(np.zeros((5, 7, 2)), np.arange(5) % 2)
-            >>> data = PointData.from_splits("mine", train, "ab", num_validation=2)
+            >>> data = PointData.from_splits("mine", train, ("a", "b"), num_validation=2)
             >>> len(data.train), data.info.point_shape
             (3, (7, 2, 1))
         """
@@ -269,7 +274,7 @@ def read_points(
 
     The arrays are ``train_positions``, ``train_labels`` and optionally
     ``train_features`` and ``train_mask``, as in `PointSplit.from_arrays`; optionally
-    the same of ``test``; and optionally ``class_names``.
+    the same of ``test``; and optionally ``class_names``. Labels are numbers or names.
 
     Args:
         file: The file.
@@ -278,8 +283,8 @@ def read_points(
         split_seed: Seed that selects them.
 
     Returns:
-        The data. Without ``class_names``, the classes are the numbers up to the largest
-        label.
+        The data. Without ``class_names``, the classes are the different labels of
+        training, see `relattn.data.arrays.encode_labels`.
 
     Raises:
         FileNotFoundError: If the file is missing.
@@ -288,7 +293,7 @@ def read_points(
     """
     names = [f"{split}_{part}" for split in ("train", "test") for part in PARTS]
     arrays, listed = open_arrays(file, {*names, CLASS_NAMES})
-    found = {}
+    splits, labels = {}, {}
     for split in ("train", "test"):
         given = {p: arrays[f"{split}_{p}"] for p in PARTS if f"{split}_{p}" in arrays}
         if not given and split == "test":
@@ -299,14 +304,17 @@ def read_points(
                     f"{file} has no array {split}_{part}, only {listed or 'none'}: "
                     "add it"
                 )
+        labels[split] = check_labels_array(
+            given.pop("labels"), given["positions"], f"{split}_labels in {file}"
+        )
+        splits[split] = given
+    class_names, labels = encode_labels(labels, arrays, file)
+    found = {}
+    for split, given in splits.items():
         try:
-            found[split] = PointSplit.from_arrays(**given)
+            found[split] = PointSplit.from_arrays(labels=labels[split], **given)
         except ValueError as error:
             raise ValueError(f"{split} in {file}: {error}") from error
-    class_names = read_class_names(arrays, file)
-    if not class_names:
-        numbers = range(1 + max(found["train"].labels.tolist(), default=0))
-        class_names = tuple(map(str, numbers))
     return PointData.from_splits(
         name,
         found["train"],

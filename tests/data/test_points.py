@@ -144,6 +144,21 @@ def test_a_file_of_arrays_is_read(tmp_path):
     np.savez(file, class_names=np.array(["a", "b", "a"]), **stored)
     with pytest.raises(ValueError, match="class_names in .*mine.npz has 'a' twice"):
         load_data(config)
+    # As for images, classes are the labels of training, numbers or names.
+    names = np.array(["10", "9", "x"])
+    for labels, expected in (
+        (np.array([9, 1, 10])[LABELS], ("1", "9", "10")),
+        (names[LABELS][:, None], ("10", "9", "x")),
+    ):
+        np.savez(file, **stored | {"train_labels": labels})
+        data = load_data(config)
+        assert data.info.class_names == expected
+        found = np.concatenate([data.train.labels, data.validation.labels])
+        order = [expected.index(str(label)) for label in labels.ravel()]
+        assert sorted(found) == sorted(order)
+    np.savez(file, **stored | {"train_labels": np.eye(3)[LABELS]})
+    with pytest.raises(ValueError, match="train_labels in .* for one-hot labels pass"):
+        load_data(config)
     np.savez(file, train_positions=arrays["positions"])
     with pytest.raises(ValueError, match="no array train_labels, only train_positions"):
         load_data(config)
@@ -187,6 +202,8 @@ def test_shifts_are_real_and_move_a_set_as_a_whole():
 @pytest.mark.slow
 def test_the_embedded_digits_are_split_and_shifted():
     config = ConfigDict({"source": "mnist_points", "num_validation": 500})
+    with pytest.raises(ValueError, match="no effect .* set data.source='points' to r"):
+        load_data(ConfigDict({**config.to_dict(), "data_dir": "a.npz"}))
     data = load_data(config)
     assert [len(data.train), len(data.validation), len(data.test)] == [4500, 500, 1000]
     assert data.info.point_shape == (100, 2, 1) and data.info.num_classes == 10

@@ -206,7 +206,8 @@ class PointData:
 
         Example:
             >>> train = PointSplit.from_arrays(np.zeros((5, 7, 2)), np.arange(5) % 2)
-            >>> data = PointData.from_splits("mine", train, ("a", "b"), num_validation=2)
+            >>> names = ("a", "b")
+            >>> data = PointData.from_splits("mine", train, names, num_validation=2)
             >>> len(data.train), data.info.point_shape
             (3, (7, 2, 1))
         """

@@ -141,7 +141,9 @@ class ImageData:
         labels: np.ndarray,
         class_names: Sequence[str],
         *,
-        num_validation: int,
+        num_validation: int = 0,
+        validation_images: np.ndarray | None = None,
+        validation_labels: np.ndarray | None = None,
         test_images: np.ndarray | None = None,
         test_labels: np.ndarray | None = None,
         split_seed: int = 0,
@@ -156,6 +158,8 @@ class ImageData:
             labels: Integers from 0 to the number of classes - 1, shape ``[n]``.
             class_names: Class names in label order.
             num_validation: Number of images to hold out for validation.
+            validation_images: Validation images, like ``images``, in place of these.
+            validation_labels: Labels of the validation images, like ``labels``.
             test_images: Test images, like ``images``; None for those of validation.
             test_labels: Labels of the test images, like ``labels``.
             split_seed: Seed that selects the validation images.
@@ -177,21 +181,32 @@ class ImageData:
             >>> len(data.train), len(data.test)
             (5, 2)
         """
-        if (test_images is None) != (test_labels is None):
-            raise ValueError(
-                "test_images and test_labels need each other: pass both or neither"
-            )
         names = check_class_names(class_names)
-        whole = _check_split(images, labels, len(names), "images")
-        train, validation = split_validation(whole, num_validation, split_seed)
-        test = validation
-        if test_images is not None:
-            test = _check_split(test_images, test_labels, len(names), "test_images")
-            if test.images.shape[1:] != whole.images.shape[1:]:
+        train = _check_split(images, labels, len(names), "images")
+        own = {}
+        for split, (x, y) in {
+            "validation": (validation_images, validation_labels),
+            "test": (test_images, test_labels),
+        }.items():
+            if (x is None) != (y is None):
                 raise ValueError(
-                    f"test_images has images of shape {test.images.shape[1:]}, but "
-                    f"images has {whole.images.shape[1:]}: resize one of them"
+                    f"{split}_images and {split}_labels need each other: pass both or "
+                    "neither"
                 )
+            if x is not None:
+                own[split] = _check_split(x, y, len(names), f"{split}_images")
+                if own[split].images.shape[1:] != train.images.shape[1:]:
+                    raise ValueError(
+                        f"{split}_images has images of shape "
+                        f"{own[split].images.shape[1:]}, but images has "
+                        f"{train.images.shape[1:]}: resize one of them"
+                    )
+        if "validation" in own:
+            check_no_draw(num_validation)
+            validation = own["validation"]
+        else:
+            train, validation = split_validation(train, num_validation, split_seed)
+        test = own.get("test", validation)
         mean, std = channel_statistics(train.images)
         origin = f"arrays of {len(images)} images"
         return cls(

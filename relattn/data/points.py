@@ -30,11 +30,17 @@ from relattn.data.base import (
     shard_rows,
     steps_per_epoch,
 )
-from relattn.data.images import check_class_names, check_labels, draw_validation
+from relattn.data.images import (
+    check_class_names,
+    check_labels,
+    check_no_draw,
+    draw_validation,
+)
 from relattn.messages import shorten
 
 INPUTS = ("positions", "features", "mask")
 PARTS = (*INPUTS, "labels")
+SPLITS = ("train", "validation", "test")
 # Sets are moved by multiples of it: those near zero, as most are, stay as they are.
 _MOVES = 1024.0
 
@@ -181,6 +187,7 @@ class PointData:
         class_names: Sequence[str],
         *,
         num_validation: int = 0,
+        validation: PointSplit | None = None,
         test: PointSplit | None = None,
         split_seed: int = 0,
         **others: Any,
@@ -192,6 +199,7 @@ class PointData:
             train: Training sets, some of which may be held out for validation.
             class_names: Class names in label order.
             num_validation: Number of training sets to hold out.
+            validation: Validation sets, in place of these.
             test: Test sets; None for those of validation.
             split_seed: Seed that selects the sets that are held out.
             **others: More attributes.
@@ -213,6 +221,7 @@ class PointData:
         """
         for key, split in {
             "train": train,
+            "validation": train if validation is None else validation,
             "test": train if test is None else test,
         }.items():
             if not isinstance(split, PointSplit):
@@ -222,9 +231,12 @@ class PointData:
                 )
             if not len(split):
                 raise ValueError(f"{key} has no sets of points: pass at least one")
-        chosen = np.sort(draw_validation(len(train), num_validation, split_seed))
-        validation = train.select(chosen)
-        train = train.select(np.setdiff1d(np.arange(len(train)), chosen))
+        if validation is None:
+            chosen = np.sort(draw_validation(len(train), num_validation, split_seed))
+            validation = train.select(chosen)
+            train = train.select(np.setdiff1d(np.arange(len(train)), chosen))
+        else:
+            check_no_draw(num_validation)
         others.setdefault("origin", f"arrays of {len(train)} sets of points")
         test = validation if test is None else test
         names = check_class_names(class_names)
@@ -275,7 +287,8 @@ def read_points(
 
     The arrays are ``train_positions``, ``train_labels`` and optionally
     ``train_features`` and ``train_mask``, as in `PointSplit.from_arrays`; optionally
-    the same of ``test``; and optionally ``class_names``. Labels are numbers or names.
+    the same of ``validation`` and ``test``; and optionally ``class_names``. Labels are
+    numbers or names.
 
     Args:
         file: The file.
@@ -292,12 +305,12 @@ def read_points(
         ValueError: If it is not such a file, its arrays do not fit together, or two
             classes have the same name.
     """
-    names = [f"{split}_{part}" for split in ("train", "test") for part in PARTS]
+    names = [f"{split}_{part}" for split in SPLITS for part in PARTS]
     arrays, listed = open_arrays(file, {*names, CLASS_NAMES})
     splits, labels = {}, {}
-    for split in ("train", "test"):
+    for split in SPLITS:
         given = {p: arrays[f"{split}_{p}"] for p in PARTS if f"{split}_{p}" in arrays}
-        if not given and split == "test":
+        if not given and split != "train":
             continue
         for part in ("positions", "labels"):
             if part not in given:
@@ -321,6 +334,7 @@ def read_points(
         found["train"],
         class_names,
         num_validation=num_validation,
+        validation=found.get("validation"),
         test=found.get("test"),
         split_seed=split_seed,
         origin=f"the arrays of {file}",

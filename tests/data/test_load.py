@@ -142,6 +142,17 @@ def test_a_source_of_relattn_is_not_replaced():
         ({"test_labels": None}, "test_images and test_labels need each other: pass"),
         ({"test_images": None}, "test_images and test_labels need each other: pass"),
         (
+            {"validation_labels": np.zeros(7, int)},
+            "validation_images and validation_labels need each other: pass",
+        ),
+        (
+            {
+                "validation_images": np.zeros((7, 5, 3, 1), np.uint8),
+                "validation_labels": np.zeros(7, int),
+            },
+            "num_validation=1 holds out .* images of their own: set data.num_valid",
+        ),
+        (
             {"test_images": np.zeros((7, 6, 3, 1), np.uint8)},
             r"test_images has images of shape \(6, 3, 1\), but images has \(5, 3, 1\)",
         ),
@@ -178,6 +189,23 @@ def test_arrays_of_another_type_shape_or_range_are_refused(change, message):
     }
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         ImageData.from_arrays("mine", num_validation=1, **arguments | change)
+
+
+def test_arrays_may_have_validation_images_of_their_own():
+    images = np.arange(9, dtype=np.uint8).repeat(15).reshape(9, 5, 3, 1)
+    labels = np.arange(9) % 2
+    own = {"validation_images": images[4:7], "validation_labels": labels[4:7]}
+    data = ImageData.from_arrays("mine", images[:4], labels[:4], ("a", "b"), **own)
+    np.testing.assert_array_equal(data.train.images, images[:4])
+    for split in (data.validation, data.test):
+        np.testing.assert_array_equal(split.images, images[4:7])
+        np.testing.assert_array_equal(split.labels, labels[4:7])
+    test = {"test_images": images[7:], "test_labels": labels[7:]}
+    data = ImageData.from_arrays(
+        "mine", images[:4], labels[:4], ("a", "b"), **own, **test
+    )
+    np.testing.assert_array_equal(data.validation.images, images[4:7])
+    np.testing.assert_array_equal(data.test.images, images[7:])
 
 
 def test_splits_are_checked_without_from_arrays():

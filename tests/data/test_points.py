@@ -156,6 +156,12 @@ def test_a_file_of_arrays_is_read(tmp_path):
         found = np.concatenate([data.train.labels, data.validation.labels])
         order = [expected.index(str(label)) for label in labels.ravel()]
         assert sorted(found) == sorted(order)
+    own = {"validation_positions": arrays["positions"], "validation_labels": LABELS}
+    np.savez(file, train_positions=arrays["positions"], train_labels=LABELS, **own)
+    with pytest.raises(ValueError, match="num_validation=2 holds out .* of their own"):
+        load_data(config)
+    data = load_data(ConfigDict({**config.to_dict(), "num_validation": 0}))
+    assert len(data.train) == len(data.validation) == len(data.test) == N
     np.savez(file, **stored | {"train_labels": np.eye(3)[LABELS]})
     with pytest.raises(ValueError, match="train_labels in .* for one-hot labels pass"):
         load_data(config)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from relattn.kernels import banded, feature_maps, linear, random_projections, toeplitz
 from relattn.kernels.feature_maps import unit_norm
+from relattn.kernels.sums import empty_causal_state
 from relattn.messages import check_choice
 from relattn.nn.attention import Context, MultiHeadAttention, grouped, split_heads
 from relattn.nn.blocks import uniform
@@ -148,15 +149,22 @@ class LinearAttention(MultiHeadAttention):
         context: Context,
     ) -> Float[Array, "*batch heads n value_dim"]:
         """Computes the heads' outputs in decoding; caches the state of the keys."""
+        assert context.index is not None
+        feature_map = self.feature_map(q.shape[-1])
         state, key_mask = self.get_variable("cache", "state"), None
-        if q.shape[-2] > 1 and context.index is not None:
+        if q.shape[-2] > 1:
             # The state must not include padding.
             state, key_mask = None, jnp.arange(q.shape[-2]) <= context.index
+        elif state is not None:
+            # The first token of a sequence has none before it.
+            empty = empty_causal_state(feature_maps.feature_shapes(feature_map, k), v)
+            is_first = context.index == 0
+            state = jax.tree.map(functools.partial(jnp.where, is_first), empty, state)
         out, state = linear.causal_linear_attention(
             q,
             k,
             v,
-            self.feature_map(q.shape[-1]),
+            feature_map,
             key_mask=key_mask,
             state=state,
             return_state=True,

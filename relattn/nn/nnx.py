@@ -290,7 +290,7 @@ class MultiHeadAttention(_LinenModule):
                 alone, which attends to the variables of type `flax.nnx.Cache`; or it is
                 the whole sequence from position 0 (prefill), which replaces them, and
                 tokens after ``index`` are padding. ``nnx.pop(module, nnx.Cache)``
-                removes them, for a sequence that starts without prefill.
+                removes them, for a first token alone in a batch of another size.
             deterministic: Whether `flax.nnx.BatchStat` variables, the centroids of
                 routed attention, are kept; None for the module's mode.
 
@@ -474,8 +474,8 @@ class Model(_LinenModule):
             index: In decoding, the position of the last token. ``inputs`` are that
                 token alone, which attends to the variables of type `flax.nnx.Cache`; or
                 the whole sequence from position 0 (prefill), which replaces them.
-                ``nnx.pop(model, nnx.Cache)`` removes them, for a sequence that starts
-                without prefill.
+                ``nnx.pop(model, nnx.Cache)`` removes them, for a first token alone in a
+                batch of another size.
             deterministic: Whether dropout is off and `flax.nnx.BatchStat` variables are
                 kept; None for the model's mode.
             rngs: Has the stream ``dropout``; the model's by default.

@@ -316,7 +316,8 @@ def expect_decoding_equals_full_attention(module, variables, x, encoding):
         )
 
     first = jax.eval_shape(apply, variables, x[:, :1], 0)
-    cache = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), first[1])
+    # What another sequence may have left has no effect.
+    cache = jax.tree.map(lambda leaf: np.full(leaf.shape, 9.0, leaf.dtype), first[1])
 
     def step(cache, inputs):
         index, token = inputs

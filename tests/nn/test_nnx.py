@@ -160,7 +160,6 @@ def test_decoding_equals_the_whole_sequence(attention, position):
 
         prefill = ours(x[:, :3], position=layer, index=2)
         filled = jnp.concatenate([prefill, *steps(3)], axis=1)
-        nnx.pop(ours, nnx.Cache)
         return ours(x, position=layer), filled, jnp.concatenate(steps(0), axis=1)
 
     whole, filled, stepwise = decode(state, draw(2, N, DIM))

@@ -257,9 +257,16 @@ def _to_array(name, x, choices):
             )
         return x
     x = x if kind is Int and hasattr(x, "dtype") else jnp.asarray(x)
-    if kind is Int and jnp.issubdtype(x.dtype, jnp.inexact):
-        raise ValueError(f"{name} must hold whole numbers, got {x.dtype}")
-    if kind is Int or jnp.issubdtype(x.dtype, jnp.floating):
+    if kind is Int:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            raise ValueError(f"{name} must hold whole numbers, got {x.dtype}")
+        return x
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        if jnp.finfo(x.dtype).bits < 16:
+            raise ValueError(
+                f"{name} must have a dtype of 16 bits or more, got {x.dtype}: convert "
+                f"it, as by {name}.astype(jnp.bfloat16)"
+            )
         return x
     if not (jnp.issubdtype(x.dtype, jnp.integer) or jnp.issubdtype(x.dtype, jnp.bool)):
         raise ValueError(f"{name} must hold real numbers, got {x.dtype}")

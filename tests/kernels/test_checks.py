@@ -433,6 +433,10 @@ def traced_call_with(name, **changes):
             "q must hold real numbers, got complex64",
         ),
         (
+            call_with("softmax_attention", q=np.ones((N, HEAD_DIM), jnp.float8_e4m3fn)),
+            "q must have a dtype of 16 bits or more, got float8_e4m3fn: convert it",
+        ),
+        (
             lambda: kernels.softmax_attention(
                 *np.ones((3, N, HEAD_DIM), np.float32), segment_ids=np.ones(N)
             ),

@@ -362,7 +362,9 @@ def test_half_precision_equals_single_on_the_same_inputs(mechanism):
         (gradients,) = pullback(jnp.asarray(cotangent, jnp.bfloat16).astype(out.dtype))
         return {"out": out, **gradients}
 
-    results = value_and_gradients(inputs)
+    # Without the implicit promotion of dtypes, too.
+    with jax.numpy_dtype_promotion("strict"):
+        results = value_and_gradients(inputs)
     single = {name: np.float32(x) for name, x in inputs.items()}
     # The largest relative error of one rounding; over many numbers, 0.4 of it.
     unit = float(jnp.finfo(jnp.bfloat16).eps) / 2

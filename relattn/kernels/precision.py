@@ -26,7 +26,9 @@ def compute_dtype(*arrays: Array | np.ndarray | np.dtype) -> np.dtype:
         >>> compute_dtype(jnp.ones(2, jnp.bfloat16), jnp.ones(3, jnp.float16))
         dtype('float32')
     """
-    return jnp.result_type(jnp.float32, *arrays)
+    # Also under JAX's strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(jnp.float32, *arrays)
 
 
 def widen(x: Array | np.ndarray) -> Array:
@@ -54,11 +56,11 @@ def wide_einsum(precision: jax.lax.PrecisionLike) -> Callable[..., Array]:
     """Returns an einsum whose sums and result are in the operands' `compute_dtype`."""
 
     def einsum(equation: str, *operands: Array) -> Array:
+        dtype = compute_dtype(*operands)
+        if len({x.dtype for x in operands}) > 1:
+            operands = tuple(x.astype(dtype) for x in operands)
         return jnp.einsum(
-            equation,
-            *operands,
-            precision=precision,
-            preferred_element_type=compute_dtype(*operands),
+            equation, *operands, precision=precision, preferred_element_type=dtype
         )
 
     return einsum

@@ -19,7 +19,7 @@ from relattn.kernels.checks import (
     check_size,
 )
 from relattn.kernels.masks import finite_masked, zero_masked
-from relattn.kernels.precision import widen
+from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.softmax import softmax_attention
 from relattn.offsets import check_prefix
 
@@ -241,7 +241,7 @@ def cluster_sums(
     x = jax.lax.stop_gradient(_layer_norm(x))
     # c = argmax_c mu_c . x'_j of every token, as one-hot rows.
     clusters = centroids.shape[-2]
-    nearest = jnp.einsum("...nd,...cd->...nc", x, centroids).argmax(axis=-1)
+    nearest = wide_einsum(None)("...nd,...cd->...nc", x, centroids).argmax(axis=-1)
     members = jax.nn.one_hot(nearest, clusters, dtype=x.dtype)
     if key_mask is not None:
         members = jnp.where(key_mask[..., None], members, 0.0)
@@ -323,7 +323,8 @@ def _assign(
 
     Both have shape ``[*batch, clusters, window]``.
     """
-    scores = jnp.einsum("...nd,...cd->...cn", jax.lax.stop_gradient(x), centroids)
+    x = jax.lax.stop_gradient(x)
+    scores = wide_einsum(None)("...nd,...cd->...cn", x, centroids)
     if exists is None:
         exists = jnp.ones((1,) * (x.ndim - 2) + (x.shape[-2],), bool)
     exists = jnp.broadcast_to(exists[..., None, :], scores.shape)

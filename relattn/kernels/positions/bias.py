@@ -111,7 +111,9 @@ def wave_bias(
         waves along the axes.
     """
     # In half precision, large angles lose their phase.
-    angles = jnp.sum(offsets[:, None] * widen(frequencies), axis=-1)
+    frequencies = widen(frequencies)
+    d = jnp.asarray(offsets, frequencies.dtype)
+    angles = jnp.sum(d[:, None] * frequencies, axis=-1)
     # sum_r a_r cos(w_r . d) + b_r sin(w_r . d)
     waves = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     coefficients = widen(coefficients)

@@ -352,7 +352,7 @@ class _CausalStep:
         if t_k is not None:
             k = jnp.einsum("brc,rche->brhe", k, t_k, precision=precision)
         # Widened before the product, which could overflow.
-        scores = jnp.sum(widen(q) * k, axis=-1)
+        scores = jnp.sum(widen(q) * widen(k), axis=-1)
         return jnp.moveaxis(self._reverse(scores), 1, 2)[:, :, None]
 
     def values(self, weights, v, t_v, precision):

@@ -120,6 +120,7 @@ def _scores_backward(scan, residuals, cotangent):
     dq, dk = scan.from_grid(dq), scan.from_grid(dk)
     if scan.num_prefix:
         prefix = [(0, 0), (scan.num_prefix, 0), (0, 0)]
+        add_q, add_k = widen(add_q), widen(add_k)
         dq, dk = jnp.pad(dq, prefix) + add_q, jnp.pad(dk, prefix) + add_k
     return dq.astype(q.dtype), dk.astype(k.dtype), dt_q, dt_k
 
@@ -184,7 +185,7 @@ def _values_backward(scan, residuals, cotangent):
     dv, dweights = scan.from_grid(dv), scan.from_slots(slots, v.shape[0])
     if prefix:
         dweights = jnp.pad(dweights, [(0, 0)] * 2 + [(prefix, 0)] * 2) + add_weights
-        dv = jnp.pad(dv, [(0, 0), (prefix, 0), (0, 0)]) + add
+        dv = jnp.pad(dv, [(0, 0), (prefix, 0), (0, 0)]) + widen(add)
     return dweights, dv.astype(v.dtype), dt_v
 
 

@@ -68,7 +68,7 @@ class Pairs:
                 q_i = jnp.einsum("bc,jche->bjhe", q_i, t_q, precision=precision)
             k_i = _project(k, t_k, precision)
             # Widened before the product, which could overflow.
-            return jnp.sum(widen(q_i) * k_i, axis=-1)
+            return jnp.sum(widen(q_i) * widen(k_i), axis=-1)
 
         scores = _map(score, (jnp.moveaxis(q, 1, 0), t_q, t_k))
         return scores.transpose(1, 3, 0, 2)

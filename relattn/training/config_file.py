@@ -32,7 +32,7 @@ REPLACED = {
 
 
 def read_config(
-    config: str, options: Sequence[str] = (), workdir: str | Path = ""
+    config: str | Path, options: Sequence[str] = (), workdir: str | Path = ""
 ) -> ConfigDict:
     """Calls ``get_config`` of a file and overrides keys of the result.
 
@@ -57,7 +57,12 @@ def read_config(
     """
     if isinstance(options, str):
         raise ValueError(f"options must be a list of texts, got {shorten(options)}")
-    path, _, argument = config.partition(":")
+    if not isinstance(config, str | Path):
+        raise ValueError(
+            "config must be the name or the path of a configuration, got "
+            f"{shorten(config)}"
+        )
+    path, _, argument = str(config).partition(":")
     if not path:
         raise ValueError(f"--config={config} names no file: {_HINT}")
     if re.fullmatch(r"\w+", path):

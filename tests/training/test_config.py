@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from ml_collections import ConfigDict
 
@@ -142,10 +144,13 @@ def test_options_and_models_of_other_types_are_refused():
     with unchecked_annotations():
         with pytest.raises(ValueError, match="options must be a list of texts, got '-"):
             read_config("performer:smoke", "--config.num_steps=3")
+        with pytest.raises(ValueError, match="the path of a configuration, got 3"):
+            read_config(3)
         with pytest.raises(ValueError, match="must be a dictionary, .* got 'vit'"):
             build_model("vit", num_classes=3, image_shape=(8, 8, 1))
     with pytest.raises(ValueError, match="num_classes must be at least 0 .* got -1"):
         build_model({"name": "vit"}, num_classes=-1, image_shape=(8, 8, 1))
+    assert read_config(Path("configs/demo.py")) == read_config("demo")
 
 
 def test_differences_leave_free_keys_out():

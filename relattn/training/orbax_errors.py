@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +14,10 @@ from typing import Any
 import absl.logging
 
 # TensorStore raises ValueError("... Failed to write 9 bytes to file 3: REASON [...").
-_TENSORSTORE = re.compile(r"Failed (?:to write|writing)[^[]*: ([A-Z][^:[]*\w)")
+# If the folder was removed meanwhile: ValueError("NOT_FOUND: Error writing ...").
+_TENSORSTORE = re.compile(
+    r"Failed (?:to write|writing)[^[]*: ([A-Z][^:[]*\w)|^NOT_FOUND: "
+)
 
 
 def system_error(error: BaseException | None) -> str:
@@ -30,13 +35,15 @@ def system_error(error: BaseException | None) -> str:
         'No space left on device'
         >>> system_error(ValueError("Failed to write 9 bytes to file 3: Disk full [x]"))
         'Disk full'
+        >>> system_error(ValueError('NOT_FOUND: Error writing "w/0.0" in database'))
+        'No such file or directory'
     """
     while error is not None:
         if isinstance(error, OSError) and error.strerror:
             return error.strerror
         found = _TENSORSTORE.search(str(error))
         if found:
-            return found[1]
+            return found[1] or os.strerror(errno.ENOENT)
         error = error.__cause__ or error.__context__
     return ""
 

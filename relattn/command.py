@@ -277,7 +277,8 @@ class Parser(argparse.ArgumentParser):
         >>> parser.parse_args(["--verbose"])
         Traceback (most recent call last):
         ValueError: unknown option --verbose: did you mean '--verbosity'? Available: \
---flagfile, --import, --verbosity
+--flagfile, --import, --verbosity; a key of the configuration is written \
+--config.verbose
     """
 
     def __init__(

@@ -180,6 +180,7 @@ def initial_state(
         if new["num_classes"] != source.config["num_classes"]:
             skipped.append("head")
     elif source.model.inputs == "tokens" and "vocab_size" in new:
+        _check_tokenizer(config, source.config, task.info.tokenizer, skipped)
         tensors = _cut_tables(tensors, source.config, task.info.tokenizer, new)
     state = jax.device_get(task.create_state())
     like = {key: getattr(single.abstract_state, key) for key in carried}
@@ -269,6 +270,22 @@ def _with_channels(tensors: dict[str, np.ndarray], old: int, new: int) -> dict:
     if old == new or kernel is None or normed or not {old, new} & {1, 3}:
         return tensors
     return {**tensors, EMBEDDING: adapt_channels(kernel, old, new)}
+
+
+def _check_tokenizer(
+    config: ConfigDict, source: Mapping[str, Any], found: str, skipped: Sequence[str]
+) -> None:
+    """Raises ValueError if the ids of the data are those of another tokenizer."""
+    known = pretrained.tokenizer_of(source)
+    # A tokenizer.json may be GPT-2's; a vocabulary of another size is refused anyway.
+    if known in ("", found) or "gpt2" in (known, found) or "embedding" in skipped:
+        return
+    tables = "embedding" if source["model"].get("tie_head") else "embedding, head"
+    raise ValueError(
+        f"the tokenizer of config.init_from={config.init_from} is {known!r}, but the "
+        f"data have tokens of {found!r}: prepare the text with the model's, such as "
+        f"its tokenizer.json, or start new tables by config.init_skip={tables!r}"
+    )
 
 
 def _cut_tables(

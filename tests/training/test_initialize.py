@@ -407,6 +407,21 @@ def test_rows_that_pad_the_vocabulary_are_cut(tokenizer, tmp_path):
     np.testing.assert_array_equal(found, table["embedding"][:256])
 
 
+def test_tokens_of_another_tokenizer_are_refused(tmp_path):
+    """Their ids are those of other texts, even if there are as many."""
+    name = "hf:0123456789abcdef"
+    config = {"model": GPT, "vocab_size": 256, "context_length": 11, "tokenizer": name}
+    source = save(tmp_path, config, np.zeros((1, 11), np.int32))
+    words = [f"--config.init_from={source}", "--config.data.tokenizer=bytes"]
+    config = read_config("translution_gpt:smoke", words)
+    task = make_task(config, data_lib.load_data(config.data).info)
+    message = f"{name!r}, but .* tokens of 'bytes': .* config.init_skip='embedding'$"
+    with pytest.raises(ValueError, match=message):
+        initial_state(task)
+    config.init_skip = "embedding"
+    assert initial_state(make_task(config, task.info))
+
+
 @pytest.mark.slow
 def test_the_tokenizer_is_that_of_the_model(tmp_path):
     name = "hf:0123456789abcdef"

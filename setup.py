@@ -7,8 +7,8 @@ from setuptools import find_packages, setup
 
 # The oldest versions that pass the tests: .github/lower-bounds.txt.
 REQUIREMENTS = [
-    "flax>=0.12.2",
-    "jax>=0.10",
+    "flax>=0.12.5",
+    "jax>=0.10.1",
     "jaxtyping>=0.3.6",
     "numpy>=2.0.2",
     "safetensors>=0.4.2",
@@ -16,10 +16,10 @@ REQUIREMENTS = [
 TRAIN = [
     "absl-py>=2.1",
     "array_record>=0.8.1",
-    "grain>=0.2.12",
+    "grain>=0.2.15",
     "matplotlib>=3.8.4",
     "ml-collections>=1.1",
-    "optax>=0.2.5",
+    "optax>=0.2.6",
     "orbax-checkpoint>=0.11.40",
     "pillow>=10.3",
     "tensorboardX>=2.6.2.2",

@@ -318,7 +318,7 @@ def test_accumulation_equals_whole_batches(config, tmp_path):
     with pytest.raises(
         ValueError,
         match=r"batch_size=20 is not divisible by the 2 devices times "
-        r"config.accumulate_steps=3; set it to 18 or 24",
+        r"config.accumulate_steps=3: set it to 18 or 24",
     ):
         training.train_and_evaluate(
             config, tmp_path / "run", devices=jax.local_devices()[:2]

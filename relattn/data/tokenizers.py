@@ -277,13 +277,10 @@ class FileTokenizer:
         if self._tokenizer.pre_tokenizer is not None:
             words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
             words = {word for word, _ in words}
-        start, end = model.continuing_subword_prefix, model.end_of_word_suffix
-        if not start and not end:
-            return set("".join(words))
+        start = model.continuing_subword_prefix or ""
+        end = model.end_of_word_suffix or ""
         return {
-            ((start or "") if n else "")
-            + symbol
-            + ((end or "") if n == len(word) - 1 else "")
+            start * (n > 0) + symbol + end * (n == len(word) - 1)
             for word in words
             for n, symbol in enumerate(word)
         }

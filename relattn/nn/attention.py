@@ -493,11 +493,19 @@ class MultiHeadAttention(nn.Module):
 
         Returns:
             The cache; its rows after row ``context.index`` are meaningless.
+
+        Raises:
+            ValueError: If the cache is of another batch.
         """
         *batch, num_rows, width = rows.shape
         length, index = self.cache_length(context), context.index
         shape = (*batch, length, width)
         cache = self.variable("cache", name, jnp.zeros, shape, rows.dtype)
+        if cache.value.shape != shape:
+            raise ValueError(
+                f"the cache has {name} of shape {cache.value.shape}, but these tokens "
+                f"need {shape}: pass the cache of the same batch, or none with a prompt"
+            )
         if not self.is_initializing():
             start = 0 if index is None or num_rows > 1 else index % length
             if index is not None and length < num_rows <= math.prod(context.grid or ()):

@@ -661,6 +661,21 @@ def test_decoding_outside_of_the_cache_or_the_prompt_raises(n, index):
         module.apply(variables, x, grid=(N,), index=index, mutable=["cache"])
 
 
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [("softmax", "none"), ("favor", "t5_bias"), ("lor_translution", "none")],
+)
+def test_the_cache_of_another_batch_raises(attention, position):
+    """Some attentions would broadcast the missing rows of the batch."""
+    module, variables, x, encoding = causal_layer(attention, position)
+    decode = functools.partial(
+        module.apply, grid=(N,), position=encoding, mutable=["cache"]
+    )
+    _, cache = decode(variables, jax.device_put(x), index=N - 2)
+    with pytest.raises(ValueError, match="the cache has .* pass the cache of the same"):
+        decode({**variables, **cache}, jax.device_put(x[:1, -1:]), index=N - 1)
+
+
 @pytest.mark.parametrize("index", [2.0, True, np.float32(2)])
 def test_a_position_in_decoding_is_a_whole_number(index):
     with pytest.raises(ValueError, match="index must be a whole number, got"):

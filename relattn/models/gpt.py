@@ -146,7 +146,7 @@ class GPT(nn.Module):
             index: In decoding, the position of the last token. ``tokens`` is that token
                 alone, which attends to the mutable collection ``cache``; or it is the
                 whole sequence (prefill), which fills the cache, and tokens after
-                ``index`` are padding.
+                ``index`` are padding. Logits are NaN if it is traced and out of range.
 
         Returns:
             Logits, float32, shape ``[batch, n, vocab_size]``; in decoding those of the

@@ -268,6 +268,7 @@ class MultiHeadAttention(nn.Module):
                 alone, which attends to the mutable collection ``cache``; or it is the
                 whole sequence from position 0 (prefill), which fills the cache, and
                 tokens after ``index`` are padding. ``grid`` is the length of the cache.
+                Outputs are NaN if it is traced and out of range.
             shared: The output of the module that `make_shared` makes.
 
         Returns:
@@ -349,7 +350,7 @@ class MultiHeadAttention(nn.Module):
                 f"the heads of {type(self).__name__} returned {found}, expected [batch"
                 f", {', '.join(map(str, expected))}]: heads, tokens and head_dim, as q"
             )
-        return self.merge(out)
+        return _nan_outside(self.merge(out), index, grid)
 
     def _check_grid(self, num_tokens: Any, grid: offsets.Grid, num_prefix: int) -> None:
         """Raises ValueError if the tokens, if their number is known, do not fit."""
@@ -567,11 +568,26 @@ def check_index(index: Any, num_tokens: Any, grid: offsets.Grid | None) -> None:
         raise ValueError(f"index must be a whole number, got {shorten(index)}")
     if isinstance(index, Tracer):
         return
-    one = num_tokens == 1
-    length = math.prod(grid) if one and grid is not None else num_tokens
+    length = _num_positions(num_tokens, grid)
     if not 0 <= int(index) < length:
         raise ValueError(
             f"index={index} must be the position of the last token, 0 .. {length - 1}: "
             "pass the whole sequence from position 0, or one token at a position of "
             "the cache"
         )
+
+
+def _num_positions(num_tokens: Any, grid: offsets.Grid | None) -> Any:
+    """Returns how many positions a call in decoding may have."""
+    return math.prod(grid) if num_tokens == 1 and grid is not None else num_tokens
+
+
+def _nan_outside(out: Array, index: Any, grid: offsets.Grid | None) -> Array:
+    """Sets outputs to NaN if a traced position is out of range, see `check_index`.
+
+    Otherwise a later part of a text would count as its beginning.
+    """
+    if not isinstance(index, Tracer):
+        return out
+    inside = (index >= 0) & (index < _num_positions(out.shape[-2], grid))
+    return jnp.where(inside, out, jnp.nan)

@@ -657,8 +657,12 @@ def test_decoding_outside_of_the_cache_or_the_prompt_raises(n, index):
     """A later part of the text is no prompt: prefill starts at position 0."""
     module, variables, x, _ = causal_layer("softmax", "none")
     x = jax.device_put(x[:, :n])
+    decode = functools.partial(module.apply, variables, grid=(N,), mutable=["cache"])
     with pytest.raises(ValueError, match="must be the position of the last token, 0"):
-        module.apply(variables, x, grid=(N,), index=index, mutable=["cache"])
+        decode(x, index=index)
+    traced = jax.jit(lambda index: decode(x, index=index)[0])
+    assert np.isnan(traced(index)).all()
+    assert np.isfinite(traced(n - 1)).all()
 
 
 @pytest.mark.parametrize(

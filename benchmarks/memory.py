@@ -212,13 +212,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", max(d * m for d, m in meshes))
     info = describe_data(config, given.num_classes, given.vocab_size)
     task = Task.build(config, info)
-    rows = []
-    for data, model in tqdm(meshes, unit=" meshes"):
-        parallel = MeshParallel(jax.devices()[: data * model], model_axis=model)
+    parallels = [
+        MeshParallel(jax.devices()[: data * model], model_axis=model)
+        for data, model in meshes
+    ]
+    for parallel in parallels:
         parallel.check_batch(
             "config.batch_size", config.batch_size, config.accumulate_steps
         )
-        rows.append({"data": data, "model": model, **measure(task, parallel)})
+    rows = [
+        {"data": data, "model": model, **measure(task, parallel)}
+        for (data, model), parallel in tqdm(
+            zip(meshes, parallels, strict=True), unit=" meshes", total=len(meshes)
+        )
+    ]
     print(f"{task.num_params:,} parameters, a batch of {config.batch_size}:\n")
     print(memory_table(rows))
     if path is not None:

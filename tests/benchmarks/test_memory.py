@@ -4,6 +4,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
+from benchmarks import memory
 from benchmarks.memory import describe_data, measure, read_mesh
 from relattn.training import default_config
 from relattn.training.mesh import MeshParallel
@@ -59,3 +60,12 @@ def test_text_data_has_the_context_length(config):
 def test_invalid_meshes_are_rejected(text):
     with pytest.raises(ValueError, match=f"--meshes={text}: pass DATAxMODEL"):
         read_mesh(text)
+
+
+def test_all_meshes_are_checked_before_one_compiles(monkeypatch, capsys):
+    # The tests have devices already.
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(memory, "measure", lambda *_: pytest.fail("compiles"))
+    with pytest.raises(SystemExit, match="2"):
+        memory.main(["--config=configs/translution_vit.py:smoke", "--meshes=1x1,3x1"])
+    assert "config.batch_size=32 is not divisible by" in capsys.readouterr().err

@@ -192,15 +192,19 @@ def toeplitz_linear_attention(
                 sums = fft_sums(*inputs, block_size)
             if not num_prefix:
                 return sums
-            # S of the prefix keys and of the grid keys, without e^b; e^b of "in",
-            # "self" and "out" pairs, in the order of `PrefixRow`.
-            prefix_state = einsum("...mf,...me->...fe", prefix_k, prefix_v)
-            grid_state = einsum("...mf,...me->...fe", grid_k, grid_v)
+            # e^b of "in", "self" and "out" pairs, in the order of `PrefixRow`.
             inward, own, outward = jnp.moveaxis(decay[..., rows:, None, None], -3, 0)
+
+            def pair_sum(decay, queries, keys, values):
+                # sum_j e^b phi(q_i) . phi(k_j) [v_j, 1]: the few prefix tokens make
+                # few pairs.
+                weights = decay * einsum("...if,...jf->...ij", queries, keys)
+                return einsum("...ij,...je->...ie", weights, values)
+
             # Grid queries: add the prefix keys. Prefix queries: prefix and grid keys.
-            sums = sums + inward * einsum("...nf,...fe->...ne", grid_q, prefix_state)
-            prefix_sums = own * prefix_state + outward * grid_state
-            prefix_sums = einsum("...nf,...fe->...ne", prefix_q, prefix_sums)
+            sums += pair_sum(inward, grid_q, prefix_k, prefix_v)
+            prefix_sums = pair_sum(own, prefix_q, prefix_k, prefix_v)
+            prefix_sums += pair_sum(outward, prefix_q, grid_k, grid_v)
             return jnp.concatenate([prefix_sums, sums], axis=-2)
 
         # [phi(q_i)^T S_i, phi(q_i)^T z_i], from the columns [v, 1].

@@ -67,12 +67,14 @@ def sum_causally(
     feature_map: FeatureMap,
     einsum: Callable[..., Array],
     parallel: int = 1,
+    is_first: bool = False,
 ) -> tuple[LinearState, Array, Array | None]:
     """Computes the sums over earlier keys of a scan's next tokens.
 
     ``tokens`` are queries, keys, values, mask and segment starts; the last two may be
-    None. Returns the state after them, and sums and magnitudes for `divide_sums`, of
-    shape ``[*batch, parallel, n / parallel, width]``.
+    None. With ``is_first``, they are one chunk and no keys come before it: products
+    with the state are left out. Returns the state after them, and sums and magnitudes
+    for `divide_sums`.
     """
     q, k, v, mask, starts = tokens
     # phi(q_i) and phi(k_j); without a bound, phi(k_j) lacks its factor e^(a_j).
@@ -104,7 +106,13 @@ def sum_causally(
         decays, shift = _Decays(allowed.astype(phi_k.dtype), 1.0, 1.0, 1.0), state.shift
 
     def chunks(x):
+        # On CPUs an axis of size one makes the backward pass slower.
+        if parallel == 1:
+            return x
         return x.reshape(*x.shape[:-2], parallel, size, x.shape[-1])
+
+    def join(x):
+        return x if parallel == 1 else x.reshape(*x.shape[:-3], -1, x.shape[-1])
 
     def attend(phi_q, phi_k, v, before):
         phi_q, phi_k, v = chunks(phi_q), chunks(phi_k), chunks(v)
@@ -112,8 +120,7 @@ def sum_causally(
         sums = einsum("...jf,...je->...fe", phi_k * decays.keys, v)
         # [S, z] of all keys before each chunk, and of those up to its end.
         if parallel == 1:
-            earlier = before[..., None, :, :]
-            after = decays.state * before + sums[..., 0, :, :]
+            earlier, after = before, decays.state * before + sums
         else:
             totals = jnp.concatenate([before[..., None, :, :], sums], axis=-3)
             totals = jnp.cumsum(totals, axis=-3)
@@ -121,9 +128,11 @@ def sum_causally(
         # sum_{j <= i} phi(q_i) . phi(k_j) [v_j, 1] within the chunk.
         weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
         within = einsum("...ij,...je->...ie", weights, v)
+        if is_first:
+            return after, within
         # + phi(q_i)^T [S, z] of the keys before it.
         past = einsum("...if,...fe->...ie", phi_q, earlier)
-        return after, within + decays.past * past
+        return after, join(within + decays.past * past)
 
     after, sums = attend(phi_q, phi_k, append_ones(v), state.sums)
     # The same sums of |phi(q_i)_f| |phi(k_j)_f|, for the guard.
@@ -153,12 +162,7 @@ class _Decays(NamedTuple):
 def _decays(dtype, pairs, past):
     """Returns the decays of keys and state, which are those of the last query."""
     pairs, past = pairs.astype(dtype), past.astype(dtype)
-    return _Decays(
-        pairs=pairs[..., None, :, :],
-        past=past[..., None, :, :],
-        keys=pairs[..., None, -1, :, None],
-        state=past[..., -1:, :],
-    )
+    return _Decays(pairs, past, keys=pairs[..., -1, :, None], state=past[..., -1:, :])
 
 
 def _running_decays(shift, exponents, allowed, continues):

@@ -46,6 +46,11 @@ class Features(NamedTuple):
     exponents: Float[Array, "*batch n features"] | Float[Array, "*batch n 1"]
     bound: Float[Array, " features"] | None = None
 
+    @property
+    def num_features(self) -> int:
+        """The number of features of a token."""
+        return (self.exponents if self.values is None else self.values).shape[-1]
+
     def dense(self) -> Float[Array, "*batch n features"]:
         """Computes the features ``values * exp(exponents)`` without a stabiliser."""
         scale = jnp.exp(self.exponents)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ from relattn.kernels.precision import wide_einsum
 from relattn.kernels.segments import segment_starts
 from relattn.kernels.sums import (
     LinearState,
+    attend_pairs,
     attend_sums,
     check_causal,
     empty_causal_state,
@@ -99,6 +100,10 @@ def linear_attention(
     """Computes linear attention, with weights phi(q_i) . phi(k_j).
 
     out_i = phi(q_i)^T S / phi(q_i)^T z, S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j).
+
+    A few tokens are summed pair by pair, sum_j (phi(q_i) . phi(k_j)) v_j: this takes
+    fewer multiplications where the harmonic mean of n and m is less than that of the
+    numbers of features and values.
 
     Keys have exponents a_jf and queries b_if. Their features are computed as
     exp(a_jf - c_f) and exp(b_if + c_f - r_i), c_f = max_j a_jf,
@@ -182,6 +187,12 @@ def linear_attention(
         return scan_chunks(add_chunk, empty, chunks)[0]
 
     def in_chunks(q, k, v, key_mask):
+        if is_one_chunk(q) and is_one_chunk(k):
+            keys, queries = key_features(feature_map, k), query_features(feature_map, q)
+            if _pairs_take_less(q.shape[-2], k.shape[-2], keys, v):
+                return attend_pairs(queries, keys, v, key_mask, einsum)
+            state = key_state(keys, v, key_mask, einsum)
+            return attend_sums(queries, state, einsum, v.dtype)
         state = sum_keys(k, v, key_mask)
 
         def attend(queries):
@@ -299,8 +310,9 @@ def causal_linear_attention(
             if there are none.
         return_state: Whether to also return the state after these tokens.
         chunk_size: Number of tokens in a chunk; None for the default of
-            `relattn.kernels.platform`. More tokens than that are taken by a kernel
-            where one exists, in chunks of its own.
+            `relattn.kernels.platform`, or all tokens where no state is passed and one
+            chunk takes fewer multiplications. More tokens than the default are taken by
+            a kernel where one exists, in chunks of its own.
         precision: Passed to einsum.
 
     Returns:
@@ -331,7 +343,8 @@ def causal_linear_attention(
         Hua et al., Transformer Quality in Linear Time, section 3.2; state:
         Katharopoulos et al., Transformers are RNNs, section 3.4.
     """
-    chunk_size = platform_defaults().causal_chunk if chunk_size is None else chunk_size
+    takes_all = chunk_size is None
+    chunk_size = platform_defaults().causal_chunk if takes_all else chunk_size
     check_size("chunk_size", chunk_size)
     check_feature_maps(feature_map, q, k)
     q = finite_masked(q, key_mask)
@@ -345,11 +358,18 @@ def causal_linear_attention(
         starts = segment_starts(jnp.broadcast_to(segment_ids, k.shape[:-1]))
 
     def in_chunks(q, k, v, key_mask=None, starts=None, state=None, return_state=False):
+        size = chunk_size
+        if takes_all and state is None and not return_state:
+            # In chunks of c tokens, pairs take c (F + value_dim) multiplications for
+            # each token and sums 2 F value_dim; pairs alone n (F + value_dim).
+            n, features = q.shape[-2], feature_shapes(feature_map, k)
+            if _pairs_take_less(n - size, n - size, features, v):
+                size = n
         attend = functools.partial(
             _attend_in_chunks,
             return_state=return_state,
             feature_map=feature_map,
-            chunk_size=chunk_size,
+            chunk_size=size,
             precision=precision,
         )
         out, state = scale_backward(attend, v, q, k, key_mask, starts, state)
@@ -367,6 +387,15 @@ def causal_linear_attention(
         )
     out, state = in_chunks(q, k, v, key_mask, starts, state, return_state)
     return out if state is None else (out, state)
+
+
+def _pairs_take_less(n: Any, m: Any, features: Features, v: Array) -> bool:
+    """Returns whether weights of all pairs take no more multiplications than sums.
+
+    n m (F + value_dim) <= (n + m) F value_dim, with F features.
+    """
+    width, value_dim = features.num_features, v.shape[-1]
+    return at_most(n * m * (width + value_dim), (n + m) * width * value_dim)
 
 
 def _fused_branches(q, k, v, feature_map, precision, *, causal):
@@ -452,6 +481,7 @@ def _attend_in_chunks(
     einsum = wide_einsum(precision)
     length, parallel = q.shape[-2], 1
     is_one_chunk = at_most(length, chunk_size)
+    is_first = is_one_chunk and state is None
     if state is None or not is_one_chunk:
         features = feature_shapes(feature_map, k)
         check_causal(features)
@@ -460,14 +490,15 @@ def _attend_in_chunks(
         # With a bound, only sums pass between chunks: several are computed in parallel.
         bounded = features.bound is not None and starts is None
         if bounded and not is_one_chunk and not is_symbolic_dim(length):
-            parallel = _PARALLEL_CHUNKS
+            parallel = min(_PARALLEL_CHUNKS, -(-length // chunk_size))
 
     def attend(state, tokens):
         # [phi(q_i)^T S_i, phi(q_i)^T z_i] and S, z after the chunk; then the quotient.
-        state, *sums = sum_causally(state, tokens, feature_map, einsum, parallel)
+        state, *sums = sum_causally(
+            state, tokens, feature_map, einsum, parallel, is_first
+        )
         out, _ = divide_sums(*checkpoint_name(sums, SAVED), dtype=v.dtype)
-        n = tokens[0].shape[-2]
-        return state, out.reshape(*out.shape[:-3], n, out.shape[-1])
+        return state, out
 
     # The scan carries S and z from chunk to chunk.
     if is_one_chunk:

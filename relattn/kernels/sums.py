@@ -129,6 +129,29 @@ def attend_sums(
     return divide_sums((numerator, normalizer), magnitudes, dtype)
 
 
+def attend_pairs(
+    queries: Features,
+    keys: Features,
+    v: Float[Array, "*#batch m value_dim"],
+    mask: Bool[Array, "*#batch m"] | None,
+    einsum: Callable[..., Array],
+) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n 1"]]:
+    """Returns what `attend_sums` does, from the weights of all pairs of tokens."""
+    phi_k, shift = scale_keys(keys, mask)
+    phi_q = scale_queries(queries, shift)
+    product = functools.partial(einsum, "...nf,...mf->...nm")
+    # phi(q_i) . phi(k_j), times v_j and summed over j.
+    weights = product(phi_q, phi_k)
+    numerator = einsum("...nm,...me->...ne", weights, v)
+    normalizer = jnp.sum(weights, axis=-1, keepdims=True)
+    # sum_j sum_f |phi(q_i)_f| |phi(k_j)_f|, for the guard.
+    magnitudes = None
+    if keys.values is not None:
+        phi_q, phi_k = jax.lax.stop_gradient((jnp.abs(phi_q), jnp.abs(phi_k)))
+        magnitudes = jnp.sum(product(phi_q, phi_k), axis=-1, keepdims=True)
+    return divide_sums((numerator, normalizer), magnitudes, v.dtype)
+
+
 def check_causal(features: Any) -> None:
     """Raises ValueError if the shift of the features needs later tokens."""
     one_exponent = features.values is not None and features.exponents.shape[-1] == 1

@@ -14,28 +14,30 @@ from tests import reference
 from tests.helpers import compare
 from tests.helpers.quick import normal, quick_jit, run
 
-HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 7, 11, 5, 3
+# Of values of width 3, sums over keys take fewer multiplications; of 17, pairs do.
+HEADS, N, M, HEAD_DIM, VALUE_DIM, WIDE = 2, 7, 11, 5, 3, 17
 PROJECTION = run(lambda: draw_orthogonal(jax.random.key(1), 13, HEAD_DIM))
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 naive_map = functools.partial(compare.naive_map, projection=PROJECTION)
 NAMES = ["positive", "trigonometric", "relu"]
 
 
-def draw_inputs(n=N, m=M, scale=0.5):
+def draw_inputs(n=N, m=M, scale=0.5, value_dim=VALUE_DIM):
     q = normal(0, HEADS, n, HEAD_DIM, scale=scale)
     k = normal(1, HEADS, m, HEAD_DIM, scale=scale)
-    return q, k, normal(2, HEADS, m, VALUE_DIM)
+    return q, k, normal(2, HEADS, m, value_dim)
 
 
-@pytest.mark.quick("positive")
+@pytest.mark.quick("positive-3", "trigonometric-17")
+@pytest.mark.parametrize("value_dim", [VALUE_DIM, WIDE])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_chunk_equals_the_reference(name):
+def test_one_chunk_equals_the_reference(name, value_dim):
     compare.expect_equal(
         lambda q, k, v: linear_attention(q, k, v, feature_map(name)),
         lambda q, k, v: reference.linear_attention(
             q, k, v, naive_map(name), np.ones((N, M), bool)
         ),
-        draw_inputs(),
+        draw_inputs(value_dim=value_dim),
     )
 
 
@@ -54,10 +56,11 @@ def test_second_derivatives_equal_the_reference(name):
     )
 
 
-@pytest.mark.quick("4-True")
+@pytest.mark.quick("3-4-True", "17-7-True")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 4, 7])
-def test_chunks_do_not_change_the_output(chunk_size, masked):
+@pytest.mark.parametrize("value_dim", [VALUE_DIM, WIDE])
+def test_chunks_do_not_change_the_output(value_dim, chunk_size, masked):
     key_mask = np.arange(M) % 3 != 1 if masked else None
 
     def attend(q, k, v, **size):
@@ -68,15 +71,17 @@ def test_chunks_do_not_change_the_output(chunk_size, masked):
 
     whole, parts = quick_jit(
         lambda *x: [attend(*x), attend(*x, chunk_size=chunk_size)]
-    )(*draw_inputs())
+    )(*draw_inputs(value_dim=value_dim))
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.quick("positive-4")
-@pytest.mark.parametrize("chunk_size", [4, 64])
+@pytest.mark.quick("positive-4-3", "positive-64-17")
+@pytest.mark.parametrize(
+    ("chunk_size", "value_dim"), [(4, VALUE_DIM), (64, VALUE_DIM), (64, WIDE)]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_all_keys_masked_gives_zeros_and_finite_gradients(name, chunk_size):
-    inputs = draw_inputs()
+def test_all_keys_masked_gives_zeros_and_finite_gradients(name, chunk_size, value_dim):
+    inputs = draw_inputs(value_dim=value_dim)
     key_mask = np.arange(HEADS)[:, None] == np.zeros(M)
 
     def attend(q, k, v):
@@ -155,10 +160,12 @@ def test_positive_normalizers_are_at_least_one(chunk_size):
         assert np.abs(out).max() <= np.abs(v).max() * (1 + 1e-5)
 
 
-@pytest.mark.quick("4")
-@pytest.mark.parametrize("chunk_size", [4, 64])
-def test_negative_trigonometric_normalizers_are_returned(chunk_size):
-    q, k, v = draw_inputs(scale=3.0)
+@pytest.mark.quick("4-3")
+@pytest.mark.parametrize(
+    ("chunk_size", "value_dim"), [(4, VALUE_DIM), (64, VALUE_DIM), (64, WIDE)]
+)
+def test_negative_trigonometric_normalizers_are_returned(chunk_size, value_dim):
+    q, k, v = draw_inputs(scale=3.0, value_dim=value_dim)
     features = feature_map("trigonometric")
 
     def attend(q, k, v):
@@ -173,16 +180,20 @@ def test_negative_trigonometric_normalizers_are_returned(chunk_size):
     np.testing.assert_allclose(out, expected, rtol=1e-3)
 
 
-@pytest.mark.quick("-1.0")
+@pytest.mark.quick("1--1.0")
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_small_normalizer_is_clamped_with_its_sign(sign):
+@pytest.mark.parametrize("num_features", [1, 5])
+def test_small_normalizer_is_clamped_with_its_sign(num_features, sign):
     attend = functools.partial(
-        linear_attention, feature_map=lambda x: x, return_normalizer=True
+        linear_attention,
+        feature_map=lambda x: jnp.tile(x, num_features),
+        return_normalizer=True,
     )
-    inputs = [[1.0]], [[1.0], [-1.0 + sign * 1e-6]], [[2.0], [0.0]]
+    # One query: with five features, pairs take fewer multiplications.
+    inputs = [[1.0]], [[1.0], [-1.0 + sign * 1e-6]], np.repeat([[2.0], [0.0]], 3, 1)
     out, normalizer = run(attend, *map(np.float32, inputs))
-    assert np.sign(normalizer) == sign and abs(normalizer) < 2e-6
-    np.testing.assert_allclose(out, [[sign * 1e4]], rtol=1e-5)
+    assert np.sign(normalizer) == sign and abs(normalizer) < 1e-5
+    np.testing.assert_allclose(out, np.full((1, 3), sign * 1e4), rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2])
@@ -224,6 +235,19 @@ def test_memory_is_linear_in_the_length(masked):
     assert long < 4.5 * short
     # Less than the features of all tokens.
     assert long < HEADS * 2048 * len(PROJECTION) * 4 * 2
+
+
+@pytest.mark.parametrize(("n", "m", "pairs"), [(14, 14, 1), (15, 15, 0), (7, 97, 1)])
+def test_pairs_are_summed_where_they_take_fewer_multiplications(n, m, pairs):
+    # The harmonic mean of 13 features and 17 values is 14.7.
+    q, k, v = (
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((n, HEAD_DIM), (m, HEAD_DIM), (m, WIDE))
+    )
+    attend = functools.partial(linear_attention, feature_map=feature_map("positive"))
+    program = str(jax.make_jaxpr(attend)(q, k, v))
+    assert (f"f32[{n},{m}] = dot_general" in program) == pairs
+    assert ("f32[13,17] = dot_general" in program) == (not pairs)
 
 
 def test_the_platform_chooses_the_chunks():

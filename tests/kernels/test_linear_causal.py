@@ -1,6 +1,7 @@
 """Tests causal linear attention: chunks, masks, states and errors."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -11,6 +12,7 @@ import pytest
 from relattn.kernels import Features, draw_orthogonal
 from relattn.kernels import feature_maps as maps
 from relattn.kernels.linear import causal_linear_attention, underflowed
+from relattn.kernels.platform import use_platform
 from tests import reference
 from tests.helpers import compare
 from tests.helpers.quick import normal, quick_jit, run
@@ -314,6 +316,26 @@ def test_deep_heads_neither_overflow_nor_underflow(head_dim):
     np.testing.assert_allclose(out, expected, rtol=0, atol=5e-5)
     gradient = quick_jit(jax.grad(lambda k: jnp.square(attend(q, k, v)).sum()))(k)
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
+
+
+@pytest.mark.parametrize(("n", "chunks"), [(18, 1), (19, 5), (37, 8)])
+def test_chunks_begin_where_they_take_fewer_multiplications(n, chunks):
+    # The harmonic mean of 13 features and 17 values is 14.7.
+    q, v = (jax.ShapeDtypeStruct((n, width), jnp.float32) for width in (HEAD_DIM, 17))
+
+    def num_chunks(**options):
+        attend = functools.partial(
+            causal_linear_attention, feature_map=feature_map("positive"), **options
+        )
+        with use_platform("cpu", causal_chunk=4):
+            program = str(jax.make_jaxpr(attend)(q, q, v))
+        # Weights of pairs: [n, n], or [chunks, size, size].
+        size = r"f32\[(?:(\d+),)?(\d+),\2\] = dot_general"
+        return int(re.search(size, program)[1] or 1)
+
+    assert num_chunks() == chunks
+    # The state after the tokens needs S in any case.
+    assert num_chunks(return_state=True) == num_chunks(chunk_size=4) >= 5
 
 
 @pytest.mark.parametrize("masked", [False, True])

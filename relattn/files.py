@@ -86,7 +86,8 @@ def check_folder(folder: str | Path, flag: str) -> Path:
                 "directory"
             ) from error
         if not each.is_dir():
-            raise OSError(f"{flag} {folder}: {each} is a file: name a directory")
+            kind = "a file" if each.exists() else "a link to a missing folder"
+            raise OSError(f"{flag} {folder}: {each} is {kind}: name a directory")
         break
     return path
 

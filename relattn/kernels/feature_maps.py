@@ -338,7 +338,7 @@ def check_feature_maps(feature_map: FeatureMap, q: Array, k: Array) -> None:
     token = [jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype) for x in (q, k)]
     maps = [functools.partial(f, feature_map) for f in (query_features, key_features)]
     shapes = [
-        jax.tree.map(jnp.shape, jax.eval_shape(*each))
+        jax.tree.map(lambda x: x.shape, jax.eval_shape(*each))
         for each in zip(maps, token, strict=True)
     ]
     # Only the keys' bound is used; batch axes, which matrices have, may broadcast.

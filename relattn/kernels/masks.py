@@ -68,4 +68,5 @@ def zero_prefix(
     x: Float[Array, "*batch n width"], num_prefix: int
 ) -> Float[Array, "*batch n width"]:
     """Sets the rows of prefix tokens to zero."""
-    return jnp.where(np.arange(x.shape[-2])[:, None] < num_prefix, 0, x)
+    # jax2onnx makes float64 of an integer 0.
+    return jnp.where(np.arange(x.shape[-2])[:, None] < num_prefix, 0.0, x)

@@ -24,7 +24,9 @@ MODELS = [
     ({"name": "vit", "attention": "favor", "scan_layers": False}, IMAGES),
     ({"name": "vit", "attention": "relu", "position": "rope2d"}, IMAGES),
     ({"name": "vit", "attention": "translution", "scan_layers": False}, IMAGES),
+    ({"name": "vit", "attention": "hedgehog", "position": "rotary_values"}, IMAGES),
     ({"name": "gpt", "attention": "softmax", "position": "learned"}, TEXT),
+    ({"name": "gpt", "attention": "softmax", "position": "rope1d"}, TEXT),
 ]
 # jax2onnx fills arrays of fixed shapes only, and causal sums start from zeros.
 REFUSED = ({"name": "gpt", "attention": "favor", "position": "none"}, TEXT)

@@ -298,8 +298,8 @@ def widen_rotary_values(
     if not num_prefix:
         return rotated
     is_prefix = np.arange(v.shape[-2])[:, None] < num_prefix
-    parts = [jnp.where(is_prefix, 0, x) for x in (rotated, v)]
-    return jnp.concatenate([*parts, jnp.where(is_prefix, v, 0)], axis=-1)
+    parts = [jnp.where(is_prefix, 0.0, x) for x in (rotated, v)]
+    return jnp.concatenate([*parts, jnp.where(is_prefix, v, 0.0)], axis=-1)
 
 
 @check_arguments

@@ -98,7 +98,7 @@ def export(
 
     Raises:
         ValueError: If the format is unknown, ``output`` is ``workdir``, the other
-            library has no such model, or the logits differ.
+            library has no such model, or the logits differ or are not finite.
         ImportError: If the format needs packages that are not installed.
         OSError: If ``output`` is empty or a file, or cannot be written.
     """
@@ -237,9 +237,14 @@ def _compare(
         else:
             inputs = rng.integers(source.config["vocab_size"], size=sizes, dtype=dtype)
         expected = np.asarray(predict(inputs), np.float64)
+        if not np.isfinite(expected).all():
+            raise ValueError(
+                "the trained model has NaN or inf among its logits on random inputs: "
+                "export a model from before its training diverged"
+            )
         found = np.asarray(call(inputs), np.float64)
         error = np.abs(found - expected).max() / max(np.abs(expected).max(), 1e-30)
-        # Also where one of them is NaN.
+        # Also where a logit of the exported function is NaN.
         if not error <= _BOUND:
             raise ValueError(
                 f"the model in {what} has other logits than the trained one: they "

@@ -193,3 +193,6 @@ def test_another_function_is_not_written():
     for wrong in (lambda x: x[..., None] + 1, lambda x: x[..., None] * np.nan):
         with pytest.raises(ValueError, match="the model in ONNX has other logits than"):
             export._compare(source, wrong, "ONNX", (5,))
+    broken = source._replace(make_predict=lambda *_: lambda x: x[..., None] * np.nan)
+    with pytest.raises(ValueError, match="the trained model has NaN or inf among its"):
+        export._compare(broken, lambda x: x[..., None], "ONNX", (5,))

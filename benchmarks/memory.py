@@ -79,7 +79,10 @@ def describe_data(
     is_text = config.model.get("name") == "gpt"
     key = "context_length" if is_text else "image_size"
     if key not in config.data:
-        raise ValueError(f"config.data.{key} is missing")
+        raise ValueError(
+            f"config.data.{key} is missing: only the memory of models of square images "
+            "and of texts can be computed"
+        )
     if is_text:
         length = config.data.context_length
         return TextInfo(name, "unknown", vocab_size, length, 10**6, "nowhere")

@@ -56,6 +56,12 @@ def test_text_data_has_the_context_length(config):
     assert (info.context_length, info.vocab_size) == (7, 11)
 
 
+def test_points_have_no_image_size(config):
+    config.data = ConfigDict({"name": "points"})
+    with pytest.raises(ValueError, match="image_size is missing: only the memory of"):
+        describe_data(config, num_classes=2, vocab_size=0)
+
+
 @pytest.mark.parametrize("text", ["2", "2x", "0x4", "2x4x8", "-1x2", "axb"])
 def test_invalid_meshes_are_rejected(text):
     with pytest.raises(ValueError, match=f"--meshes={text}: pass DATAxMODEL"):

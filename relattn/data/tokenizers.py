@@ -213,6 +213,9 @@ class FileTokenizer:
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if isinstance(self._tokenizer.model, tokenizers.models.BPE):
+            # BPE dropout would give a text other ids at each call.
+            self._tokenizer.model.dropout = None
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps.

@@ -313,6 +313,15 @@ def test_characters_are_not_left_out(tmp_path, model, pre_tokenizer, text, missi
         tokenizer.encode(text)
 
 
+def test_merges_are_not_dropped(tmp_path):
+    pytest.importorskip("tokenizers")
+    model = {"type": "BPE", "vocab": VOCABULARY | {"ab": 5}, "merges": [("a", "b")]}
+    file = tmp_path / "tokenizer.json"
+    write_tokenizer(file, model=model | {"dropout": 1.0}, added_tokens=[])
+    tokens = load_tokenizer(str(file)).encode("ab")
+    assert tokens.tolist() == [SPACE, 5]
+
+
 def test_a_run_finds_its_file_again(tmp_path):
     pytest.importorskip("tokenizers")
     name = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json"))).name

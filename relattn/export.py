@@ -35,7 +35,7 @@ from relattn.messages import check_choice, printable
 from relattn.models import preprocessing, pretrained, variable_names
 from relattn.models.hub import is_hub_id
 from relattn.models.safetensors import write_safetensors
-from relattn.models.targets import to_library
+from relattn.models.targets import to_library, tokenizer_config
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 STABLEHLO, ONNX = "model.stablehlo", "model.onnx"
@@ -176,6 +176,10 @@ def _to_library(library: str, source: _Source) -> tuple[dict[str, Any], float]:
     written = {"config.json": files.config, pretrained.WEIGHTS: files.tensors}
     if files.preprocessor is not None:
         written[preprocessing.PREPROCESSOR] = files.preprocessor
+    if source.tokenizer is not None:
+        written["tokenizer_config.json"], end = tokenizer_config(source.tokenizer)
+        ends = {"bos_token_id": None, "eos_token_id": end}
+        written["config.json"] = {**files.config, **ends}
     return written, 0.0
 
 

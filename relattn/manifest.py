@@ -19,6 +19,9 @@ BLOCK_BYTES = 2**20
 # Begins the name of a tokenizer from a file; digits of the file's SHA-256 follow.
 FILE_PREFIX = "hf:"
 NUM_DIGITS = 16
+END_OF_TEXT = "<|endoftext|>"
+# The tokens that end a text, in files that do not say which one does.
+ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
 def sha256(path: Path, title: str | None = None) -> str:

@@ -12,10 +12,12 @@ from ml_collections import ConfigDict
 import relattn
 from relattn import cli, data, export, training
 from relattn.convert import convert
+from relattn.data.tokenizers import load_tokenizer
 from relattn.data.user_images import prepare_squares
 from relattn.manifest import find_damage
 from relattn.models.pretrained import save_pretrained
 from relattn.models.safetensors import read_safetensors
+from tests.data.test_tokenizers import write_tokenizer
 from tests.helpers.export import PLATFORMS, unchecked_annotations
 from tests.helpers.quick import quick_jit
 from tests.models.test_targets import GPT, VIT, make
@@ -106,13 +108,41 @@ def test_a_model_of_the_hub_is_exported(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "config.json").read_text().endswith("}\n")
 
 
-def test_a_tokenizer_is_written_with_its_model(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "token", "index"),
+    [
+        ("{}", None, None),
+        ('{"added_tokens": [{"content": "<eos>", "id": 5}]}', "<eos>", 5),
+        ('{"model": {"vocab": [["a", -1.0], ["</s>", -2.0]]}}', "</s>", 1),
+    ],
+)
+def test_a_tokenizer_is_written_with_its_model(tmp_path, content, token, index):
     save(tmp_path / "saved", GPT)
-    (tmp_path / "saved" / "tokenizer.json").write_bytes(b"{}")
+    (tmp_path / "saved" / "tokenizer.json").write_text(content)
     folder = run_export(tmp_path, "hf")
-    assert (folder / "tokenizer.json").read_bytes() == b"{}"
-    files = {"config.json", "model.safetensors", "tokenizer.json"}
-    assert {*json.loads((folder / "manifest.json").read_text())} == files
+    assert (folder / "tokenizer.json").read_text() == content
+    files = {
+        name: json.loads((folder / name).read_text())
+        for name in ("config.json", "tokenizer_config.json", "manifest.json")
+    }
+    assert files["config.json"]["eos_token_id"] == index
+    assert files["tokenizer_config.json"]["eos_token"] == token
+    assert {*files.pop("manifest.json")} == {
+        "model.safetensors",
+        "tokenizer.json",
+        *files,
+    }
+
+
+@pytest.mark.slow
+def test_transformers_reads_the_tokenizer_of_an_export(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    save(tmp_path / "saved", GPT)
+    file = write_tokenizer(tmp_path / "saved" / "tokenizer.json")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run_export(tmp_path, "hf"))
+    ours = load_tokenizer(str(file))
+    assert len(tokenizer) == ours.vocab_size
+    assert tokenizer.eos_token_id == ours.end_of_text == 0
 
 
 @pytest.mark.slow

@@ -14,13 +14,12 @@ from ml_collections import ConfigDict
 from relattn.command import lacks_resources
 from relattn.data.paths import describe_error, expand, sha256
 from relattn.files import naming
-from relattn.manifest import FILE_PREFIX, tokenizer_name
+from relattn.manifest import END_OF_TEXT, ENDS, FILE_PREFIX, tokenizer_name
 from relattn.messages import check_choice, shorten
 
 TokenIds = UInt16[np.ndarray, "_"] | UInt32[np.ndarray, "_"]
 AnyIds = Integer[Array | np.ndarray, "tokens"] | Sequence[int]
 
-END_OF_TEXT = "<|endoftext|>"
 # GPT-2 splits text into these words before it merges bytes.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT2_FILES = {
@@ -32,8 +31,6 @@ TOKENIZER_FILE = "tokenizer.json"
 MAX_VOCABULARY = 2**31
 # It is none of the characters that stand for bytes in the words of `ByteLevel`.
 NO_BYTE = "\u4e2d"
-# The tokens that end a text, in files that do not say which one does.
-ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

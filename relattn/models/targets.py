@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import flax.linen as nn
 import numpy as np
 
 from relattn import models, spec
+from relattn.manifest import ENDS
 from relattn.messages import list_problems, shorten
 from relattn.models import preprocessing, pretrained, variable_names
 from relattn.models.patches import patch_sides
@@ -152,6 +154,32 @@ def to_library(
         raise ValueError(f"{target.title} cannot hold this model: {error}") from error
     _check_files(target, files, found)
     return files
+
+
+def tokenizer_config(content: bytes) -> tuple[dict[str, Any], int | None]:
+    """Returns how transformers has to read the tokenizer of a model.
+
+    Args:
+        content: The contents of ``tokenizer.json``.
+
+    Returns:
+        The contents of ``tokenizer_config.json``, without which transformers adds the
+        special tokens of GPT-2; and the id of the end of text, None if there is none.
+
+    Example:
+        >>> config, end = tokenizer_config(b'{"model": {"vocab": {"</s>": 3}}}')
+        >>> config["eos_token"], end
+        ('</s>', 3)
+    """
+    values = json.loads(content)
+    ids = values.get("model", {}).get("vocab", {})
+    # Unigram has a list of tokens and scores.
+    if isinstance(ids, list):
+        ids = {token: index for index, (token, _) in enumerate(ids)}
+    ids = ids | {x["content"]: x["id"] for x in values.get("added_tokens", ())}
+    end = next((token for token in ENDS if token in ids), None)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    return config, ids.get(end)
 
 
 def _options(model: nn.Module) -> dict[str, Any]:

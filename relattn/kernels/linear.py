@@ -103,7 +103,7 @@ def linear_attention(
 
     A few tokens are summed pair by pair, sum_j (phi(q_i) . phi(k_j)) v_j: this takes
     fewer multiplications where the harmonic mean of n and m is less than that of the
-    numbers of features and values.
+    number of features and value_dim.
 
     Keys have exponents a_jf and queries b_if. Their features are computed as
     exp(a_jf - c_f) and exp(b_if + c_f - r_i), c_f = max_j a_jf,
@@ -310,9 +310,9 @@ def causal_linear_attention(
             if there are none.
         return_state: Whether to also return the state after these tokens.
         chunk_size: Number of tokens in a chunk; None for the default of
-            `relattn.kernels.platform`, or all tokens where no state is passed and one
-            chunk takes fewer multiplications. More tokens than the default are taken by
-            a kernel where one exists, in chunks of its own.
+            `relattn.kernels.platform`, or all tokens where no state is passed or
+            returned and one chunk takes fewer multiplications. More tokens than the
+            default are taken by a kernel where one exists, in chunks of its own.
         precision: Passed to einsum.
 
     Returns:

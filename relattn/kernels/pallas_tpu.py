@@ -165,7 +165,7 @@ def attend_on_tpu(
         state, sums, magnitudes = sum_causally(state, masked, feature_map, einsum)
         out, _ = divide_sums(sums, magnitudes, tokens[2].dtype)
         state = state._replace(shift=None) if bounded else state
-        return state, out.reshape(tokens[2].shape)
+        return state, out
 
     size = min(_CHUNK, -(-v.shape[-2] // _LANES) * _LANES)
 

@@ -343,8 +343,8 @@ def causal_linear_attention(
         Hua et al., Transformer Quality in Linear Time, section 3.2; state:
         Katharopoulos et al., Transformers are RNNs, section 3.4.
     """
-    takes_all = chunk_size is None
-    chunk_size = platform_defaults().causal_chunk if takes_all else chunk_size
+    is_default = chunk_size is None
+    chunk_size = platform_defaults().causal_chunk if is_default else chunk_size
     check_size("chunk_size", chunk_size)
     check_feature_maps(feature_map, q, k)
     q = finite_masked(q, key_mask)
@@ -359,7 +359,7 @@ def causal_linear_attention(
 
     def in_chunks(q, k, v, key_mask=None, starts=None, state=None, return_state=False):
         size = chunk_size
-        if takes_all and state is None and not return_state:
+        if is_default and state is None and not return_state:
             # In chunks of c tokens, pairs take c (F + value_dim) multiplications for
             # each token and sums 2 F value_dim; pairs alone n (F + value_dim).
             n, features = q.shape[-2], feature_shapes(feature_map, k)

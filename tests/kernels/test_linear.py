@@ -1,6 +1,7 @@
 """Tests linear attention: chunks, masks, normalisers and errors."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -155,10 +156,10 @@ def test_positive_normalizers_are_at_least_one(chunk_size, value_dim):
         chunk_size=chunk_size,
         return_normalizer=True,
     )
-    for scale in (0.5, 5.0):
+    # Heads have queries and keys of their own or share them.
+    for scale, heads in itertools.product((0.5, 5.0), (HEADS, 1)):
         q, k, v = draw_inputs(scale=scale, value_dim=value_dim)
-        # Heads may share queries and keys.
-        out, normalizer = jax.device_get(attend(q[:1], k[:1], v))
+        out, normalizer = jax.device_get(attend(q[:heads], k[:heads], v))
         assert normalizer.shape == (HEADS, N) and normalizer.min() >= 1
         assert np.abs(out).max() <= np.abs(v).max() * (1 + 1e-5)
 
@@ -183,20 +184,21 @@ def test_negative_trigonometric_normalizers_are_returned(chunk_size, value_dim):
     np.testing.assert_allclose(out, expected, rtol=1e-3)
 
 
-@pytest.mark.quick("1--1.0")
+# One feature is summed over keys; with five and three values, pairs take less.
+@pytest.mark.quick("1-1--1.0", "5-3--1.0")
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("num_features", [1, 5])
-def test_small_normalizer_is_clamped_with_its_sign(num_features, sign):
+@pytest.mark.parametrize(("num_features", "value_dim"), [(1, 1), (5, 3)])
+def test_small_normalizer_is_clamped_with_its_sign(num_features, value_dim, sign):
     attend = functools.partial(
         linear_attention,
         feature_map=lambda x: jnp.tile(x, num_features),
         return_normalizer=True,
     )
-    # One query: with five features, pairs take fewer multiplications.
-    inputs = [[1.0]], [[1.0], [-1.0 + sign * 1e-6]], np.repeat([[2.0], [0.0]], 3, 1)
+    v = np.repeat([[2.0], [0.0]], value_dim, axis=1)
+    inputs = [[1.0]], [[1.0], [-1.0 + sign * 1e-6]], v
     out, normalizer = run(attend, *map(np.float32, inputs))
-    assert np.sign(normalizer) == sign and abs(normalizer) < 1e-5
-    np.testing.assert_allclose(out, np.full((1, 3), sign * 1e4), rtol=1e-5)
+    assert np.sign(normalizer) == sign and abs(normalizer) < 2e-6 * num_features
+    np.testing.assert_allclose(out, np.full((1, value_dim), sign * 1e4), rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2])

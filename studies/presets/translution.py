@@ -99,9 +99,13 @@ def _places() -> Preset:
         "self_attention": "self_attention",
         "lor_translution": "lor_translution",
         "rope2d_mixed": "self_attention,position=rope2d_mixed",
-        "fourier_values_2": "self_attention,position=rope2d_mixed + "
-        + _WAVES.format(2),
+        **{
+            f"fourier_values_{count}": "self_attention,position=rope2d_mixed + "
+            + _WAVES.format(count)
+            for count in (2, 8)
+        },
         "relative_bias": "relative_bias",
+        "favor": "favor,position=sincos_bias",
         "translution": "translution",
     }
     published = {entry.method: entry.published for entry in _entries("2", size="A/12")}

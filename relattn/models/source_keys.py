@@ -210,10 +210,16 @@ HF_LLAMA = Keys(
         "model_type": ("llama", "mistral"),
         "architectures": ("LlamaForCausalLM", "MistralForCausalLM"),
         "hidden_act": ("silu", "swish"),
+        # Of SmolLM2, whose rotary positions are Llama's.
+        "rope_interleaved": (False,),
     },
     flags=_names("attention_bias mlp_bias tie_word_embeddings"),
     # Products are split by pretraining_tp, and added again.
-    harmless=_names(_HF_COMMON, _HF_GENERATION, "attention_dropout pretraining_tp"),
+    harmless=_names(
+        _HF_COMMON,
+        _HF_GENERATION,
+        "attention_dropout pretraining_tp is_llama_config transformers.js_config",
+    ),
 )
 # Other names of the same keys, by which transformers reads them too.
 GPT2_ALIASES = {
@@ -304,6 +310,17 @@ VALUES = {
 
 # The classes of transformers that resize, crop and scale as `Pretrained.preprocess`.
 _HF_PROCESSORS = ("ViT", "CLIP", "Siglip", "Bit", "DeiT")
+# Some versions write the older name of a class under the newer key.
+_HF_PROCESSOR_CLASSES = tuple(
+    f"{name}{ending}"
+    for name in _HF_PROCESSORS
+    for ending in (
+        "ImageProcessor",
+        "ImageProcessorFast",
+        "ImageProcessorPil",
+        "FeatureExtractor",
+    )
+)
 HF_PROCESSOR = Keys(
     read=_names(
         """
@@ -312,14 +329,8 @@ HF_PROCESSOR = Keys(
         """
     ),
     fixed={
-        "image_processor_type": tuple(
-            f"{name}ImageProcessor{ending}"
-            for name in _HF_PROCESSORS
-            for ending in ("", "Fast", "Pil")
-        ),
-        "feature_extractor_type": tuple(
-            f"{name}FeatureExtractor" for name in _HF_PROCESSORS
-        ),
+        "image_processor_type": _HF_PROCESSOR_CLASSES,
+        "feature_extractor_type": _HF_PROCESSOR_CLASSES,
         "do_pad": (False,),
     },
     harmless=_names(

@@ -114,6 +114,8 @@ def by_pillow(pixels, resized, squash, interpolation, floor_crop=False):
             {
                 "do_resize": True,
                 "image_mean": MEAN,
+                # As some versions wrote it.
+                "image_processor_type": "ViTFeatureExtractor",
                 "image_std": STD,
                 "resample": 2,
                 "rescale_factor": 0.00392156862745098,

@@ -267,6 +267,7 @@ def llama(**settings):
             "attention_bias=True does .* has no self_attn.q_proj.bias",
         ),
         ({"mlp_bias": True}, "mlp_bias=True does not fit"),
+        ({"rope_interleaved": True}, "rope_interleaved=True"),
         ({"vocab_size": 24}, "vocab_size=24"),
         ({"tie_word_embeddings": True}, "lm_head.weight is not embed_tokens.weight"),
         ({"model_type": "llama"}, "sliding_window=3, which Llama does not use: remove"),
@@ -292,10 +293,17 @@ def test_the_window_of_mistral_is_asked_for():
         SOURCES["hf_llama"](tensors, settings)
     every = SOURCES["hf_llama"](*llama(sliding_window=None)).config["model"]
     assert every["attention"] == "softmax"
-    # As older versions of transformers wrote it.
+    # As older versions of transformers wrote it, and with the keys of SmolLM2.
     old = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": None}
-    converted, same = (SOURCES["hf_llama"](*llama(**x)).config for x in (old, {}))
-    assert converted == same
+    smol = {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+    }
+    converted, known, same = (
+        SOURCES["hf_llama"](*llama(**x)).config for x in (old, smol, {})
+    )
+    assert converted == known == same
     assert same["model"]["position"] == "rope1d(base=500.0)"
     assert same["model"]["attention"] == "softmax(window=3)"
 

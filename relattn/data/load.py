@@ -71,6 +71,8 @@ IMAGE_OPTIONS = {
 
 # Those without a default, or whose default depends on the images.
 _OTHER_OPTIONS = ("name", "image_size", "mean", "std", "interpolation", "crop_pct")
+_ALL_IMAGE_OPTIONS = (*IMAGE_OPTIONS, *_OTHER_OPTIONS)
+_POINT_OPTIONS = ("source", "name", "data_dir", "num_validation", "split_seed")
 _TEXT_OPTIONS = (
     "source",
     "name",
@@ -88,7 +90,6 @@ _VOLUME_OPTIONS = (
     "num_validation",
     "split_seed",
 )
-_HELD_OUT = ("num_validation", "split_seed")
 _PHOTOGRAPHS = "photographs that are read during training"
 
 
@@ -281,7 +282,7 @@ def _check_name(config: ConfigDict) -> None:
 
 def _check_effect(config: ConfigDict, *, in_memory: bool) -> None:
     """Refuses options that would have no effect on images, before any is read."""
-    _check_known(config, (*IMAGE_OPTIONS, *_OTHER_OPTIONS))
+    _check_known(config, _ALL_IMAGE_OPTIONS)
     if placement := config.get("placement", ""):
         check_choice("data.placement", placement, PLACEMENTS)
     _check_standardized(config)
@@ -297,25 +298,24 @@ def _check_effect(config: ConfigDict, *, in_memory: bool) -> None:
         "num_workers": (not in_memory, _PHOTOGRAPHS),
     }
     for option, (has_effect, need) in needs.items():
-        default = IMAGE_OPTIONS[option]
-        value = config.get(option, default)
-        if value != default and not has_effect:
-            raise ValueError(
-                f"data.{option}={shorten(value)} has no effect here, since it "
-                f"needs {need}: leave it at {default!r}"
-            )
+        if not has_effect:
+            _check_unset(config, option, f"here, since it needs {need}")
+
+
+def _check_unset(config: ConfigDict, option: str, why: str) -> None:
+    """Refuses an option that has no effect, unless it is left at its default."""
+    default = IMAGE_OPTIONS.get(option)
+    value = config.get(option, default)
+    if value != default:
+        fix = "leave it out" if default is None else f"leave it at {default!r}"
+        raise ValueError(f"data.{option}={shorten(value)} has no effect {why}: {fix}")
 
 
 def _check_standardized(config: ConfigDict) -> None:
     """Refuses ``mean`` and ``std`` of images that are not standardised."""
-    if is_standardized(config):
-        return
-    for option in ("mean", "std"):
-        if config.get(option) is not None:
-            raise ValueError(
-                f"data.{option}={shorten(config[option])} has no effect here, since it "
-                "needs data.standardize=True: leave it out"
-            )
+    if not is_standardized(config):
+        for option in ("mean", "std"):
+            _check_unset(config, option, "here, since it needs data.standardize=True")
 
 
 def _read_embedded(config: ConfigDict) -> Images:
@@ -354,11 +354,6 @@ def _list_images(config: ConfigDict) -> ImageList:
         skip_missing = config.get("skip_unreadable", False)
         return find_csv_images(path, skip_missing=skip_missing)
     return find_huggingface_images(path) if config.source == "hf" else find_files(path)
-
-
-def _read_arrays(config: ConfigDict) -> Images:
-    """Reads a file of arrays."""
-    return read_arrays(_path(config))
 
 
 def _path(config: ConfigDict) -> Path:
@@ -418,14 +413,10 @@ def _load_listed(config: ConfigDict) -> DataSource:
 
 def _load_moving_digits(config: ConfigDict) -> DataSource:
     """Makes moving digits; refuses options that would have no effect."""
-    _check_known(config, (*IMAGE_OPTIONS, *_OTHER_OPTIONS))
-    for option, default in IMAGE_OPTIONS.items():
-        value = config.get(option, default)
-        if option not in _VOLUME_OPTIONS and value != default:
-            raise ValueError(
-                f"data.{option}={shorten(value)} has no effect on moving digits: leave "
-                f"it at {default!r}"
-            )
+    _check_known(config, _ALL_IMAGE_OPTIONS)
+    for option in IMAGE_OPTIONS:
+        if option not in _VOLUME_OPTIONS:
+            _check_unset(config, option, "on moving digits")
     _check_standardized(config)
     data = make_moving_digits(
         config.get("num_validation", 0), config.get("split_seed", 0)
@@ -436,7 +427,7 @@ def _load_moving_digits(config: ConfigDict) -> DataSource:
 
 def _load_mnist_points(config: ConfigDict) -> DataSource:
     """Makes the sets of points of MNIST."""
-    _check_known(config, ("source", "name", "data_dir", *_HELD_OUT))
+    _check_known(config, _POINT_OPTIONS)
     if config.get("data_dir", ""):
         raise ValueError(
             f"data.data_dir={shorten(config.data_dir)} has no effect on the points of "
@@ -450,7 +441,7 @@ def _load_mnist_points(config: ConfigDict) -> DataSource:
 def _load_points(config: ConfigDict) -> DataSource:
     """Reads a file of sets of points."""
     _check_name(config)
-    _check_known(config, ("source", "name", "data_dir", *_HELD_OUT))
+    _check_known(config, _POINT_OPTIONS)
     return read_points(
         _path(config),
         config.name,
@@ -536,7 +527,7 @@ READERS = {
     "embedded": _read_embedded,
     "tfds": _read_tfds,
     **dict.fromkeys(LISTS, _read_listed),
-    "npz": _read_arrays,
+    "npz": lambda config: read_arrays(_path(config)),
 }
 LOADERS: dict[str, Callable[[ConfigDict], DataSource]] = {
     **dict.fromkeys(READERS, load_images),

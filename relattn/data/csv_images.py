@@ -11,7 +11,6 @@ from relattn.data.image_list import (
     ImageFile,
     ImageList,
     check_classes,
-    check_several_classes,
     class_order,
     list_names,
 )
@@ -73,7 +72,7 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
         (splits[split] if image.path.is_file() else missing).append(image)
     left_out = [f"columns: {list_names(others)}"] if others else []
     if missing:
-        shown = list_names([f"{image.path} (line {image.line})" for image in missing])
+        shown = list_names([*map(str, missing)])
         if not skip_missing:
             slashes = ", with / in place of \\" * ("\\" in shown)
             raise FileNotFoundError(
@@ -97,7 +96,6 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
         left_out=left_out,
         validation=splits["validation"],
     )
-    check_several_classes(names, str(file))
     check_classes(images)
     return images
 

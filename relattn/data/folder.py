@@ -10,7 +10,6 @@ from relattn.data.image_list import (
     ImageFile,
     ImageList,
     check_classes,
-    check_several_classes,
     list_names,
 )
 
@@ -63,7 +62,6 @@ def find_files(root: Path) -> ImageList:
     kinds = {KINDS[image.path.suffix.lower()] for image in train + validation + test}
     origin = f"{' and '.join(sorted(kinds))} files in {root}"
     names = tuple(sorted({image.class_name for image in train}))
-    check_several_classes(names, str(root / "train"))
     images = ImageList(root, train, test, names, origin, left_out, validation)
     check_classes(images)
     return images

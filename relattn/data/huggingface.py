@@ -16,7 +16,6 @@ from relattn.data.image_list import (
     HINT,
     ImageList,
     check_classes,
-    check_several_classes,
     class_order,
 )
 from relattn.data.paths import describe_error
@@ -152,13 +151,11 @@ def find_huggingface_images(folder: Path) -> ImageList:
             f"the data set in {folder} has no training images, only the splits "
             f"{', '.join(given)}: save a DatasetDict with a split 'train'"
         )
-    have = class_order(image.class_name for image in splits["train"])
-    check_several_classes(have, str(folder))
     listed = ImageList(
         folder,
         splits["train"],
         splits["test"],
-        class_names or have,
+        class_names or class_order(image.class_name for image in splits["train"]),
         f"the Hugging Face data set in {folder}",
         left_out,
         splits["validation"],

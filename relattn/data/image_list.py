@@ -185,15 +185,17 @@ def class_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_classes(images: ImageList) -> None:
-    """Checks that every class has training images.
+    """Checks that there are several classes, and that all have training images.
 
     Args:
         images: The images; their `class_names` is not used.
 
     Raises:
-        ValueError: If an image of another split is of a class that has none.
+        ValueError: If there is one class, two names are the same number, or an image of
+            another split is of a class that has no training images.
     """
     known = {image.class_name for image in images.train}
+    check_several_classes(sorted(known), str(images.root))
     for image in itertools.chain(images.validation, images.test):
         if image.class_name not in known:
             raise ValueError(

@@ -56,7 +56,7 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def gather(self, indices: Int64[np.ndarray, " batch"]) -> Batch:
+    def gather(self, indices: Int64[np.ndarray, " batch"] | slice) -> Batch:
         """Returns the batch of some images: ``image`` and ``label``, as stored."""
         return {"image": self.images[indices], "label": self.labels[indices]}
 
@@ -88,8 +88,7 @@ class ImageSplit:
         local = shard_rows(batch_size, shard)
         for start in range(0, len(self), batch_size):
             rows = slice(start + local.start, start + local.stop)
-            batch = {"image": self.images[rows], "label": self.labels[rows]}
-            yield fill_batch(batch, local.stop - local.start)
+            yield fill_batch(self.gather(rows), local.stop - local.start)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import platform
 import re
 import sys
 import threading
-import types
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
@@ -478,12 +478,13 @@ def is_user_error(error: BaseException) -> bool:
         >>> is_user_error(ValueError("raised nowhere"))
         False
     """
-    trace: types.TracebackType | None = error.__traceback__
-    if trace is None or not isinstance(error, USER_ERRORS):
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame.f_code.co_filename.startswith(_PACKAGES)
+    return isinstance(error, USER_ERRORS) and _source(error).startswith(_PACKAGES)
+
+
+def _source(error: BaseException) -> str:
+    """Returns the file in which an error was raised, "" if it was not."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_code.co_filename if frames else ""
 
 
 def explain_out_of_memory(error: BaseException) -> str | None:
@@ -596,21 +597,13 @@ def explain_no_backend(error: BaseException) -> str | None:
         >>> explain_no_backend(RuntimeError("no"))
     """
     text = one_line(error)
-    if isinstance(error, AssertionError) and _raised_in(error, "xla_bridge.py"):
+    if isinstance(error, AssertionError) and _source(error).endswith("xla_bridge.py"):
         # JAX without the package for GPUs asserts that there is a platform.
         text = f"JAX has none of {jax.config.jax_platforms}: set it to '' or 'cpu'"  # pyright: ignore[reportAttributeAccessIssue]
         return f"JAX_PLATFORMS cannot be used: {text}"
     # JAX ends the message with the fix: to set the variable to ''.
     found = isinstance(error, RuntimeError) and "nable to initialize backend" in text
     return f"JAX_PLATFORMS cannot be used: {text}" if found else None
-
-
-def _raised_in(error: BaseException, name: str) -> bool:
-    """Returns whether an error was raised in a file of this name."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename.endswith(name)
 
 
 def one_line(message: object) -> str:

@@ -88,15 +88,26 @@ def median_ms(run: Callable[[], Any], *, calls: int = CALLS, repeats: int = 5) -
         True
     """
     run()
+    return statistics.median(times_ms(run, repeats, _LONGEST_SECONDS)) / calls
+
+
+def times_ms(run: Callable[[], Any], repeats: int, longest: float) -> list[float]:
+    """Times runs of a program, in milliseconds.
+
+    Args:
+        run: Runs the program and waits for it.
+        repeats: Number of runs.
+        longest: Seconds after which no further run starts.
+    """
     times, start = [], time.perf_counter()
     while len(times) < repeats:
         before = time.perf_counter()
         run()
         after = time.perf_counter()
-        times.append(1e3 * (after - before) / calls)
-        if after - start > _LONGEST_SECONDS:
+        times.append(1e3 * (after - before))
+        if after - start > longest:
             break
-    return statistics.median(times)
+    return times
 
 
 def measure_ceilings(copied: int = 2**30, side: int = 8192) -> dict[str, float]:

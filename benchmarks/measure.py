@@ -13,7 +13,6 @@ import os
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.device_time import times_ms
 from benchmarks.speed_cases import CASES, Case, Sizes
 from relattn import command
 from relattn.training.workdir import describe_cpu
@@ -76,7 +76,7 @@ def measure(
         if planned is not None and device.platform != "cpu":
             used = planned
         row[f"{name}_memory_mb"] = max(0, used) / _MEGABYTE
-        times = _time(run, repeats)
+        times = times_ms(run, repeats, _LONGEST_SECONDS)
         row[f"{name}_ms"] = statistics.median(times)
         row[f"{name}_fastest_ms"] = min(times)
         row[f"{name}_repeats"] = len(times)
@@ -185,18 +185,6 @@ def torch_passes(case: Case, sizes: Sizes) -> tuple[Callable, Callable]:
         return torch.autograd.grad(function(*inputs), inputs, cotangent)
 
     return forward, forward_backward
-
-
-def _time(run: Callable[[], Any], repeats: int) -> list[float]:
-    times, start = [], time.perf_counter()
-    while len(times) < repeats:
-        before = time.perf_counter()
-        run()
-        after = time.perf_counter()
-        times.append(1e3 * (after - before))
-        if after - start > _LONGEST_SECONDS:
-            break
-    return times
 
 
 def _available_bytes(device: jax.Device) -> int:

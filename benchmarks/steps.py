@@ -104,14 +104,12 @@ def _torch_step(model: str, cores: int) -> Callable[[int], None]:
     side = config.data.image_size // options.patch_size
     network = make_torch_model(options, (side, side))
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[optimizer.name]
-    decay = (
-        {"weight_decay": optimizer.weight_decay} if kind is torch.optim.AdamW else {}
-    )
     updates = kind(
         network.parameters(),
         lr=optimizer.learning_rate,
         betas=(optimizer.b1, optimizer.b2),
-        **decay,
+        # 0 with Adam.
+        weight_decay=optimizer.weight_decay,
     )
     pixels = (config.batch_size, 1, config.data.image_size, config.data.image_size)
     images, labels = torch.rand(pixels), torch.arange(config.batch_size) % 10

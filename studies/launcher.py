@@ -24,6 +24,7 @@ from relattn.files import open_new
 from relattn.json_files import check_json
 from relattn.training.config import check_config, complete, differences, to_json
 from relattn.training.config_file import read_config
+from relattn.training.metrics import BEST_METRICS
 from relattn.training.metrics_log import Row, read_rows
 from relattn.training.overrides import typed_keys
 from relattn.training.preemption import ENDING, on_signals
@@ -143,10 +144,12 @@ class Training:
         rows = [row for row in self.rows() if row.keys() >= _SHOWN]
         if len(rows) <= self.shown:
             return
-        config = self.record()["config"]
-        epoch_steps = self.info().steps_per_epoch(config["batch_size"])
-        total = config["num_steps"] or config["num_epochs"] * epoch_steps or 1
-        evaluated = f"validation_{'loss' if self._is_text() else 'accuracy'}"
+        record = self.record()
+        config, info = record["config"], read_info(record["data"])
+        epoch_steps = info.steps_per_epoch(config["batch_size"])
+        total = config["num_steps"] or config["num_epochs"] * epoch_steps
+        metric = BEST_METRICS[info.kind]
+        style = ".3f" if metric == "loss" else ".1%"
         for row in rows[self.shown :]:
             self.bar.set_postfix(
                 {
@@ -156,21 +159,17 @@ class Training:
                 },
                 refresh=False,
             )
-            if self.bar.disable and evaluated in row:
-                seed = row.get("seed", self.seed)
-                progress = self._progress(row, total)
-                print(f"{self.label}, seed {seed}: {progress}", flush=True)
+            if self.bar.disable and f"validation_{metric}" in row:
+                position = f"step {row['step']} of {total}"
+                if not config["num_steps"]:
+                    position = f"epoch {row['epoch']:.4g} of {config['num_epochs']}"
+                print(
+                    f"{self.label}, seed {row.get('seed', self.seed)}: {position}, "
+                    f"validation {metric} {row[f'validation_{metric}']:{style}}",
+                    flush=True,
+                )
         self.bar.update(rows[-1]["step"] / total - self.bar.n)
         self.shown = len(rows)
-
-    def _progress(self, row: Row, total: int) -> str:
-        config = self.record()["config"]
-        position = f"step {row['step']} of {total}"
-        if not config["num_steps"]:
-            position = f"epoch {row['epoch']:.4g} of {config['num_epochs']}"
-        if self._is_text():
-            return f"{position}, validation loss {row['validation_loss']:.3f}"
-        return f"{position}, validation accuracy {row['validation_accuracy']:.1%}"
 
     def finish(self) -> None:
         """Closes the progress bar and prints the result.

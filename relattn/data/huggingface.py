@@ -11,7 +11,7 @@ from typing import Any
 
 from relattn.command import lacks_resources
 from relattn.data.csv_images import SPLITS
-from relattn.data.image_io import UnreadableImageError
+from relattn.data.image_io import UnreadableImageError, decode_image, open_image
 from relattn.data.image_list import (
     HINT,
     ImageList,
@@ -35,11 +35,13 @@ class _Rows:
         split: A `datasets.Dataset`, whose images are not decoded.
         column: The name of its column of images.
         where: Its name in messages.
+        mode: Pillow's mode that the column asks for, such as "L"; None for any.
     """
 
     split: Any
     column: str
     where: str
+    mode: str | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class HuggingFaceImage:
         if not content:
             problem = "the row has a path or nothing instead of an image's bytes"
             raise UnreadableImageError(str(self), problem, SAVE)
-        return content
+        return _convert(content, self.rows.mode, str(self))
 
     def size(self) -> int:
         """Returns 0: the size is not known without reading."""
@@ -193,13 +195,25 @@ def _read_split(
     if not labels or all(x is None or x == -1 for x in labels):
         return [], names
     undecoded = split.with_format(None).cast_column(image, datasets.Image(decode=False))
-    rows = _Rows(undecoded.select_columns([image]), image, where)
-    found = []
-    for index, value in enumerate(labels):
-        found.append(
-            HuggingFaceImage(rows, index, _class_name(value, names, rows, index))
-        )
+    rows = _Rows(undecoded.select_columns([image]), image, where, features[image].mode)
+    found = [
+        HuggingFaceImage(rows, index, _class_name(value, names, rows, index))
+        for index, value in enumerate(labels)
+    ]
     return found, names
+
+
+def _convert(content: bytes, mode: str | None, where: str) -> bytes:
+    """Returns an encoded image as grey or RGB if the data set asks for it."""
+    if mode not in ("L", "RGB"):
+        return content
+    with open_image(io.BytesIO(content), where, HINT) as image:
+        if image.mode == mode:
+            return content
+        image = decode_image(image, where, HINT)
+    file = io.BytesIO()
+    image.convert(mode).save(file, "BMP")
+    return file.getvalue()
 
 
 def _column(kinds: Mapping[str, bool], preferred: Any, problem: str, fix: str) -> str:

@@ -107,6 +107,23 @@ def test_shuffled_rows_keep_their_labels(tmp_path, make):
     assert pairs(load_images(options(tmp_path / "a")).train) == expected
 
 
+@pytest.mark.parametrize(
+    "mode, stored, expected", [("L", "RGB", [18]), ("RGB", "L", [60, 60, 60])]
+)
+def test_images_have_the_mode_of_their_column(
+    tmp_path, datasets, make, mode, stored, expected
+):
+    file = io.BytesIO()
+    Image.new(stored, (5, 3), 60).save(file, "PNG")
+    features = make([1], [0]).features | {"image": datasets.Image(mode=mode)}
+    image = {"bytes": file.getvalue(), "path": None}
+    rows = {"image": [image, image], "label": [0, 1]}
+    found = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    found.save_to_disk(tmp_path / "a")
+    images = load_images(options(tmp_path / "a")).train.images
+    assert images[:, 0, 0].tolist() == [expected, expected]
+
+
 @pytest.mark.parametrize("kind", ["string", "int64"])
 def test_labels_without_names(tmp_path, datasets, make, kind):
     labels = ["b", "a", "b"] if kind == "string" else [10, 9, 10]

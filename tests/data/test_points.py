@@ -31,6 +31,10 @@ def make_arrays():
     }
 
 
+def make_data(train, class_names=("a", "b", "c"), **options):
+    return PointData.from_splits("mine", train, class_names, **options)
+
+
 def test_arrays_are_joined_and_padding_is_nan():
     arrays = make_arrays()
     split = PointSplit.from_arrays(**arrays)
@@ -87,7 +91,7 @@ def test_wrong_arrays_raise(changes, message):
 
 def test_data_split_batches_and_description():
     split = PointSplit.from_arrays(**make_arrays())
-    data = PointData.from_splits("mine", split, tuple("abc"), num_validation=2)
+    data = make_data(split, num_validation=2)
     assert len(data.train) == 5 and data.test is data.validation
     both = np.concatenate([data.train.points, data.validation.points])
     order = np.lexsort(both[:, 0].T), np.lexsort(split.points[:, 0].T)
@@ -107,24 +111,22 @@ def test_data_split_batches_and_description():
 def test_splits_that_do_not_fit_raise():
     split = PointSplit.from_arrays(**make_arrays())
     with pytest.raises(ValueError, match="labels of train are from 0 to 2, expected 0"):
-        PointData.from_splits("mine", split, tuple("ab"))
+        make_data(split, class_names=("a", "b"))
     other = PointSplit.from_arrays(np.zeros((1, 4, 3)), np.zeros(1, int))
     with pytest.raises(
         ValueError, match=r"of test are \(4, 3, 1\), but those of train"
     ):
-        PointData.from_splits("mine", split, tuple("abc"), test=other)
+        make_data(split, test=other)
     large = PointSplit.from_arrays(**make_arrays() | {"labels": LABELS + 2**32})
     with pytest.raises(ValueError, match="labels of train are from 2147483647 to"):
-        PointData.from_splits("mine", large, tuple("abc"))
+        make_data(large)
     with pytest.raises(ValueError, match="'far': choose a name that starts with 'tes"):
-        PointData.from_splits("mine", split, tuple("abc"), more_tests={"far": split})
+        make_data(split, more_tests={"far": split})
     with pytest.raises(ValueError, match="test has no sets of points: pass at least"):
-        PointData.from_splits(
-            "mine", split, tuple("abc"), test=split.select(np.arange(0))
-        )
+        make_data(split, test=split.select(np.arange(0)))
     message = r"must be a PointSplit, such as .*from_arrays\(positions, labels\), got"
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
-        PointData.from_splits("mine", split.points, tuple("abc"))
+        make_data(split.points)
 
 
 def test_a_file_of_arrays_is_read(tmp_path):

@@ -50,13 +50,16 @@ def check_images(images: Any) -> None:
         )
 
 
-def patch_sides(patch_size: Any, axes: int = 2) -> tuple[int, ...]:
-    """Returns the sides of a patch.
+def patch_sides(
+    patch_size: Any, axes: int = 2, name: str = "patch_size"
+) -> tuple[int, ...]:
+    """Returns the sides of a patch, or of an image.
 
     Args:
         patch_size: One side for all axes, or one for each axis, such as height and
             width, in pixels.
         axes: Number of axes of the image; 3 for frames, height and width.
+        name: Name of the argument, for the message.
 
     Returns:
         The side along each axis, in pixels.
@@ -75,7 +78,7 @@ def patch_sides(patch_size: Any, axes: int = 2) -> tuple[int, ...]:
         for side in sides
     ):
         raise ValueError(
-            "patch_size must be a whole number of pixels, or "
+            f"{name} must be a whole number of pixels, or "
             f"{_SIDES.get(axes, f'{axes}, one for each axis')}, got "
             f"{shorten(patch_size)}"
         )

@@ -28,7 +28,7 @@ from relattn.json_files import to_plain
 from relattn.manifest import FILE_PREFIX, MANIFEST, find_damage, write_manifest
 from relattn.messages import shorten
 from relattn.models import hub, preprocessing
-from relattn.models.patches import adapt_channels
+from relattn.models.patches import adapt_channels, patch_sides
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.models.saved_config import read_saved_config
@@ -38,7 +38,6 @@ from relattn.models.variable_names import (
     flatten,
     unflatten,
 )
-from relattn.offsets import is_whole
 
 if TYPE_CHECKING:
     from relattn.data import Tokenizer
@@ -371,17 +370,12 @@ def load_pretrained(
     if image_size is not None:
         if module.inputs != "images":
             raise ValueError(f"image_size={image_size} needs a model of images")
-        pair: Any = image_size if np.ndim(image_size) else (image_size,) * 2
-        if len(pair) != 2 or not all(map(is_whole, pair)):
-            raise ValueError(
-                "image_size must be a whole number, or two (height and width), got "
-                f"{shorten(image_size)}"
-            )
+        pair = patch_sides(image_size, name="image_size")
         *frames, height, width, channels = config["image_shape"]
         size, old = (*frames, *pair), (*frames, height, width)
         variables = resize_images(module, variables, old, size)
         before = min(height, width)
-        config = {**config, "image_shape": [*map(int, size), channels]}
+        config = {**config, "image_shape": [*size, channels]}
         if "preprocessing" in config:
             values = config["preprocessing"]
             resized = round(values["resized"] * min(size[-2:]) / before)

@@ -318,7 +318,10 @@ def test_changes_of_another_type_are_refused(tmp_path):
     for change, message in (
         ({"model": "favor"}, "model must be a dict of options, such as .*, got 'fa"),
         ({"model": {"image_size": 8}}, "image_size belongs to its data: pass image_s"),
-        ({"image_size": "12"}, "image_size must be a whole number, or two .* got '12"),
+        (
+            {"image_size": "12"},
+            "image_size must be a whole number of pixels, or .* '12",
+        ),
         ({"image_size": (8, 8, 1)}, r"or two \(height and width\), got \(8, 8, 1\)$"),
     ):
         with pytest.raises(ValueError, match=message):

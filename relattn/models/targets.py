@@ -383,7 +383,7 @@ def _hf(make_form: Callable[[Mapping[str, Any]], _Form], model: Model) -> Files:
     }
     if "mlp_ratio" not in form.config:
         sizes["intermediate_size"] = options["mlp_dim"]
-    if "use_swiglu_ffn" not in form.config or not form.config["use_swiglu_ffn"]:
+    if not form.config.get("use_swiglu_ffn"):
         sizes["hidden_act"] = hf_activation(options["activation"])
     config = {**form.config, "dtype": "float32"}
     if form.vision is None:

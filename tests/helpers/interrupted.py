@@ -1,6 +1,9 @@
 """Interrupts runs, and reads the files that they leave."""
 
+import pytest
+
 from relattn import data as data_lib
+from relattn import training
 from relattn.training.checkpoint import (
     CHECKPOINTS,
     checkpoint_steps,
@@ -24,6 +27,14 @@ def interrupt_at(last):
             raise Interrupted
 
     return on_step
+
+
+def train_until(last, config, workdir, **options):
+    """Trains, until a run is interrupted after an update."""
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, workdir, on_step=interrupt_at(last), **options
+        )
 
 
 def untimed(result):

@@ -12,7 +12,7 @@ from relattn.nn.batch_norm import MOMENTUM, BatchNorm
 from relattn.training import seeds
 from relattn.training.pmap import DataParallel
 from relattn.training.step import create_state, make_train_step
-from tests.helpers.interrupted import Interrupted, interrupt_at
+from tests.helpers.interrupted import train_until
 from tests.training.conftest import TinyModel, make_data
 from tests.training.test_devices import batches, run, to_float
 
@@ -102,10 +102,7 @@ def test_resumed_seeds_equal_an_uninterrupted_run(
     config.num_seeds = 2
 
     result = training.train_and_evaluate(config, tmp_path / "a", devices=one_device)
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, tmp_path / "b", devices=one_device, on_step=interrupt_at(12)
-        )
+    train_until(12, config, tmp_path / "b", devices=one_device)
     training.train_and_evaluate(config, tmp_path / "b", devices=one_device)
     whole, parts = (
         training.load_runs(tmp_path / name, "latest") for name in ("a", "b")

@@ -21,7 +21,7 @@ from relattn.training.pmap import DataParallel
 from relattn.training.seeds import make_task
 from relattn.training.step import create_state, make_eval_step, make_train_step
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.interrupted import Interrupted, final_state, interrupt_at
+from tests.helpers.interrupted import final_state, train_until
 from tests.training.conftest import TinyModel, make_data
 
 
@@ -266,10 +266,7 @@ def test_a_run_resumes_with_pmap_and_on_a_mesh(config, tmp_path, tiny):
         (11, "mesh", 2, 4),
     ):
         config.update(parallel=parallel, model_axis=model_axis)
-        with pytest.raises(Interrupted):
-            training.train_and_evaluate(
-                config, parts, devices=devices[:count], on_step=interrupt_at(stop)
-            )
+        train_until(stop, config, parts, devices=devices[:count])
     assert checkpoint_steps(parts / CHECKPOINTS)[-1] == 10
     config.update(parallel="pmap", model_axis=1)
     training.train_and_evaluate(config, parts, devices=devices[:1])

@@ -11,12 +11,7 @@ from relattn import training
 from relattn.training.checkpoint import CHECKPOINTS, array_shapes, read_meta
 from relattn.training.step import average, create_state, make_train_step
 from tests.helpers import quick
-from tests.helpers.interrupted import (
-    Interrupted,
-    final_state,
-    interrupt_at,
-    untimed_rows,
-)
+from tests.helpers.interrupted import final_state, train_until, untimed_rows
 from tests.training.conftest import TinyModel, make_data
 from tests.training.test_checkpoint import forge
 
@@ -73,10 +68,7 @@ def test_the_average_is_evaluated_saved_and_resumed(config, tmp_path, one_device
     config.ema_decay = 0.8
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result = training.train_and_evaluate(config, whole, devices=one_device)
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, parts, devices=one_device, on_step=interrupt_at(9)
-        )
+    train_until(9, config, parts, devices=one_device)
     training.train_and_evaluate(config, parts, devices=one_device)
     state = final_state(whole)
     jax.tree.map(np.testing.assert_array_equal, final_state(parts), state)
@@ -100,10 +92,7 @@ def test_a_checkpoint_of_before_the_options_resumes(
     state = final_state(finished[0])
     paths = {path.split("/")[0] for path in array_shapes(state)}
     assert paths == {"step", "params", "opt_state", "random_features"}
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, tmp_path, devices=one_device, on_step=interrupt_at(9)
-        )
+    train_until(9, config, tmp_path, devices=one_device)
     meta = read_meta(tmp_path / CHECKPOINTS, 5)
     for key in ("label_smoothing", "ema_decay", "freeze", "loggers"):
         del meta["config"][key]

@@ -22,13 +22,7 @@ from relattn.training.metrics_log import read_rows
 from relattn.training.parallel import IN_FLIGHT
 from tests.helpers.clock import slow_to_compile
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.interrupted import (
-    Interrupted,
-    final_state,
-    interrupt_at,
-    untimed,
-    untimed_rows,
-)
+from tests.helpers.interrupted import final_state, train_until, untimed, untimed_rows
 from tests.training.conftest import make_data
 from tests.training.test_checkpoint import forge
 
@@ -66,10 +60,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     config.checkpoint_every_steps = 3
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = training.train_and_evaluate(config, whole, devices=one_device)
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, parts, devices=one_device, on_step=interrupt_at(stop)
-        )
+    train_until(stop, config, parts, devices=one_device)
     saved = checkpoint_steps(parts / CHECKPOINTS)
     config.progress = True
     actual = training.train_and_evaluate(config, parts, devices=one_device)
@@ -166,10 +157,7 @@ def test_the_best_checkpoint_survives_a_restart(config, tmp_path, one_device):
     config.optimizer.learning_rate = 1e-9
     config.redraw_every = 0
     config.num_epochs = 6
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, tmp_path, devices=one_device, on_step=interrupt_at(16)
-        )
+    train_until(16, config, tmp_path, devices=one_device)
     training.train_and_evaluate(config, tmp_path, devices=one_device)
     assert checkpoint_steps(tmp_path / CHECKPOINTS) == [5, 25, 30]
     assert training.load_run(tmp_path).step == 5
@@ -181,10 +169,7 @@ def test_early_stopping_survives_a_restart(config, tmp_path, one_device):
     config.redraw_every = 0
     config.early_stopping_epochs = 3
     config.num_epochs = 11
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, tmp_path, devices=one_device, on_step=interrupt_at(12)
-        )
+    train_until(12, config, tmp_path, devices=one_device)
     result = training.train_and_evaluate(config, tmp_path, devices=one_device)
     assert result["stopped_early"]
     assert result["step"] == 20
@@ -355,8 +340,7 @@ def test_every_test_set_and_top5_accuracy_are_reported(
 @pytest.mark.slow
 def test_a_batch_trains_on_the_most_devices_that_divide_it(config, tmp_path, capsys):
     config.update(batch_size=22, num_steps=3, checkpoint_every_steps=2, progress=True)
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(config, tmp_path, on_step=interrupt_at(3))
+    train_until(3, config, tmp_path)
     said = capsys.readouterr().out
     assert "Using 2 of 4 devices, the most that fit config.batch_size=22.\n" in said
     row = read_rows(tmp_path / "metrics.jsonl")[-1]

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import training
 from relattn.data.canvas import place_on_canvas
-from tests.helpers.interrupted import Interrupted, interrupt_at
+from tests.helpers.interrupted import train_until
 from tests.training.conftest import make_data
 
 
@@ -46,10 +46,7 @@ def test_a_resumed_dynamic_run_sees_the_same_positions(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result = training.train_and_evaluate(placed_config, whole, devices=one_device)
     assert result["test_accuracy"] == result["test_dynamic_accuracy"]
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            placed_config, parts, devices=one_device, on_step=interrupt_at(12)
-        )
+    train_until(12, placed_config, parts, devices=one_device)
     training.train_and_evaluate(placed_config, parts, devices=one_device)
     runs = [training.load_run(folder, "latest") for folder in (whole, parts)]
     jax.tree.map(np.testing.assert_array_equal, runs[0].variables, runs[1].variables)

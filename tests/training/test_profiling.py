@@ -8,7 +8,7 @@ import pytest
 
 from relattn import training
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.interrupted import Interrupted, interrupt_at
+from tests.helpers.interrupted import train_until
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -31,10 +31,7 @@ def test_updates_after_the_third_are_traced(config, tmp_path, one_device, traced
 
 @pytest.mark.slow
 def test_a_trace_ends_with_the_run(config, tmp_path, one_device, traced):
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, tmp_path, profile=9, devices=one_device, on_step=interrupt_at(5)
-        )
+    train_until(5, config, tmp_path, profile=9, devices=one_device)
     assert traced == [tmp_path / "profile", "stop"]
 
 

@@ -16,13 +16,7 @@ from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps, read_meta
 from relattn.training.evaluator import Evaluator
 from relattn.training.resume import check_same_data, replace_lost_best
 from relattn.training.run_metadata import History, explain_metadata_errors
-from tests.helpers.interrupted import (
-    Interrupted,
-    final_state,
-    interrupt_at,
-    untimed,
-    untimed_rows,
-)
+from tests.helpers.interrupted import final_state, train_until, untimed, untimed_rows
 from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -32,10 +26,7 @@ def test_training_resumes_before_a_damaged_checkpoint(
     config, tmp_path, one_device, finished
 ):
     (whole, expected), parts = finished, tmp_path / "parts"
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, parts, devices=one_device, on_step=interrupt_at(12)
-        )
+    train_until(12, config, parts, devices=one_device)
     manifest = parts / CHECKPOINTS / "10" / "manifest.json"
     manifest.unlink()
     with pytest.warns(UserWarning, match=r"10/manifest.json is missing.*5 is used"):
@@ -52,10 +43,7 @@ def test_training_resumes_before_a_damaged_checkpoint(
 @pytest.mark.slow
 def test_training_resumes_with_damaged_records(config, tmp_path, one_device, finished):
     (whole, _), parts = finished, tmp_path / "parts"
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, parts, devices=one_device, on_step=interrupt_at(7)
-        )
+    train_until(7, config, parts, devices=one_device)
     (parts / "run.json").write_text("")
     metrics = (parts / "metrics.jsonl").read_text()
     (parts / "metrics.jsonl").write_text(f"{{\n{metrics}")
@@ -69,10 +57,7 @@ def test_training_resumes_with_damaged_records(config, tmp_path, one_device, fin
 
 
 def test_training_never_restarts_over_damaged_checkpoints(config, tmp_path, one_device):
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, tmp_path, devices=one_device, on_step=interrupt_at(7)
-        )
+    train_until(7, config, tmp_path, devices=one_device)
     (tmp_path / CHECKPOINTS / "5" / "manifest.json").unlink()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(training.CheckpointError, match=r"5/manifest.json is missing"):
@@ -81,10 +66,7 @@ def test_training_never_restarts_over_damaged_checkpoints(config, tmp_path, one_
 
 
 def test_data_that_changed_are_refused(config, tmp_path, one_device):
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, tmp_path, devices=one_device, on_step=interrupt_at(7)
-        )
+    train_until(7, config, tmp_path, devices=one_device)
     data = make_data()
     fewer = dataclasses.replace(
         data, train=data_lib.ImageSplit(data.train.images[1:], data.train.labels[1:])
@@ -155,10 +137,7 @@ def test_training_resumes_where_the_latest_checkpoint_is_also_the_best(
 
 def test_a_best_checkpoint_that_is_damaged_is_replaced(config, tmp_path, one_device):
     config.checkpoint_every_steps = 4
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            config, tmp_path, devices=one_device, on_step=interrupt_at(14)
-        )
+    train_until(14, config, tmp_path, devices=one_device)
     folder = tmp_path / CHECKPOINTS
     assert checkpoint_steps(folder) == [10, 12]
     assert read_meta(folder, 12)["history"][0]["best_step"] == 10
@@ -191,10 +170,7 @@ def test_a_key_missing_in_a_checkpoint_has_its_default(
 
     with monkeypatch.context() as patched:
         patched.setattr(loop, "to_json", old_json)
-        with pytest.raises(Interrupted):
-            training.train_and_evaluate(
-                config, tmp_path, devices=one_device, on_step=interrupt_at(12)
-            )
+        train_until(12, config, tmp_path, devices=one_device)
     meta = read_meta(tmp_path / CHECKPOINTS, 10)
     assert "accumulate_steps" not in meta["config"]
     assert training.load_run(tmp_path).config.accumulate_steps == 1
@@ -222,10 +198,7 @@ def test_no_rows_are_missing_after_changes_of_their_interval(
     """Nor if the interval was larger at a start before the last one."""
     for steps, stop in (100, 7), (2, 12), (2, 14):
         config.log_every_steps = steps
-        with pytest.raises(Interrupted):
-            training.train_and_evaluate(
-                config, tmp_path, devices=one_device, on_step=interrupt_at(stop)
-            )
+        train_until(stop, config, tmp_path, devices=one_device)
 
 
 def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):

@@ -14,7 +14,7 @@ from relattn.training import saved_run as saved_run_lib
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics_log import read_rows
-from tests.helpers.interrupted import Interrupted, interrupt_at, untimed_rows
+from tests.helpers.interrupted import train_until, untimed_rows
 from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -117,10 +117,7 @@ def test_seeds_resume_bit_for_bit(seeds_config, tmp_path, one_device):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
     training.train_and_evaluate(seeds_config, whole, devices=one_device)
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            seeds_config, parts, devices=one_device, on_step=interrupt_at(12)
-        )
+    train_until(12, seeds_config, parts, devices=one_device)
     training.train_and_evaluate(seeds_config, parts, devices=one_device)
     for seed in (5, 7):
         runs = [

@@ -19,13 +19,7 @@ from relattn.training.metrics_window import summarize
 from relattn.training.run_metadata import History
 from relattn.training.step import create_state, make_train_step
 from relattn.training.task import Task
-from tests.helpers.interrupted import (
-    Interrupted,
-    final_state,
-    interrupt_at,
-    untimed,
-    untimed_rows,
-)
+from tests.helpers.interrupted import final_state, train_until, untimed, untimed_rows
 from tests.helpers.quick import quick_jit
 from tests.training.conftest import TinyModel, make_data
 
@@ -114,10 +108,7 @@ def test_skipped_updates_are_counted_and_survive_a_restart(poisoned, tmp_path):
     assert skipped == {2: 0, 4: 1, 5: 1, 6: 1, 8: 2, 10: 2}
     assert all(math.isfinite(row["train_loss"]) for row in rows)
     assert int(final_state(whole).opt_state[0].count) == 10 - 2
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            poisoned, parts, devices=devices, on_step=interrupt_at(9)
-        )
+    train_until(9, poisoned, parts, devices=devices)
     poisoned.max_skipped_updates = 1
     with pytest.raises(
         training.NonFiniteLossError,

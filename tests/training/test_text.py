@@ -13,7 +13,7 @@ from relattn import training
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.evaluator import Evaluator
 from relattn.training.metrics_log import read_rows
-from tests.helpers.interrupted import Interrupted, interrupt_at
+from tests.helpers.interrupted import train_until
 from tests.training.conftest import TinyText
 
 
@@ -72,10 +72,7 @@ def test_image_size_of_a_text_is_refused(finished_text):
 def test_a_resumed_run_equals_an_uninterrupted_one(text_config, tmp_path, one_device):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     training.train_and_evaluate(text_config, whole, devices=one_device)
-    with pytest.raises(Interrupted):
-        training.train_and_evaluate(
-            text_config, parts, devices=one_device, on_step=interrupt_at(11)
-        )
+    train_until(11, text_config, parts, devices=one_device)
     training.train_and_evaluate(text_config, parts, devices=one_device)
     runs = [training.load_run(folder, "latest") for folder in (whole, parts)]
     jax.tree.map(np.testing.assert_array_equal, runs[0].variables, runs[1].variables)

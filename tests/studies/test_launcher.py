@@ -132,6 +132,14 @@ def test_progress_is_printed_without_a_terminal(
     ]
 
 
+def replace_python(monkeypatch, tmp_path, script):
+    """Runs a shell script in place of Python."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{script}")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
 @pytest.mark.slow
 def test_keep_going_continues_after_a_failure(tmp_path, capfd):
     options = ["--config.no_such_key=1"]
@@ -147,10 +155,7 @@ def test_keep_going_continues_after_a_failure(tmp_path, capfd):
 
 
 def test_a_failure_is_printed_and_ends_in_one_line(tmp_path, monkeypatch, capfd):
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\necho Traceback\necho KeyError: 3\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    replace_python(monkeypatch, tmp_path, "echo Traceback\necho KeyError: 3\nexit 1\n")
     training = Training("banded", CONFIG, tmp_path / "run")
     with pytest.raises(ChildProcessError) as failure:
         train([training], jobs=1)
@@ -167,10 +172,7 @@ def test_long_logs_are_read_rarely(tmp_path, monkeypatch):
         shown.append(time.monotonic())
         time.sleep(0.05)
 
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nsleep 0.5\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    replace_python(monkeypatch, tmp_path, "sleep 0.5\n")
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Training, "show", show)
     monkeypatch.setattr(Training, "say_result", lambda self: None)
@@ -183,10 +185,7 @@ def unhandled(number, frame):
 
 
 def test_sigterm_ends_the_trainings(tmp_path, monkeypatch):
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\nexec sleep 600\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    replace_python(monkeypatch, tmp_path, "exec sleep 600\n")
     training = Training("banded", CONFIG, tmp_path / "run")
 
     def send():
@@ -210,10 +209,7 @@ def test_sigterm_ends_the_trainings(tmp_path, monkeypatch):
 
 def start_and_interrupt(tmp_path, monkeypatch, script):
     """Trains with a shell script in place of Python; Ctrl-C comes once it is ready."""
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\n{script}")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    replace_python(monkeypatch, tmp_path, script)
     training = Training("banded", CONFIG, tmp_path / "run")
 
     def interrupt(*_):
@@ -319,10 +315,7 @@ def test_each_parallel_training_sees_one_gpu(
     machine, tmp_path, monkeypatch, jobs, seen
 ):
     machine(LISTED)
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\necho ${CUDA_VISIBLE_DEVICES-all}\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    replace_python(monkeypatch, tmp_path, "echo ${CUDA_VISIBLE_DEVICES-all}\n")
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(Training, "say_result", lambda self: None)
     trainings = [Training(str(i), CONFIG, tmp_path / str(i)) for i in range(3)]
@@ -335,12 +328,9 @@ def test_each_parallel_training_sees_one_gpu(
 @pytest.mark.parametrize("jobs, seen", [(1, "all"), (2, "1")])
 def test_parallel_trainings_compute_on_one_core_each(tmp_path, monkeypatch, jobs, seen):
     """Not on the first cores, which another study may use."""
-    program = tmp_path / "program"
     script = "import os, sys; print(os.environ.get('NPROC', 'all'), end=' ');"
     script += "print(os.sched_getaffinity(0) == os.sched_getaffinity(os.getppid()))"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{script}"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    replace_python(monkeypatch, tmp_path, f'exec {sys.executable} -c "{script}"\n')
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(launcher, "describe_cpu", lambda: {"cores": 3})
     monkeypatch.setattr(Training, "say_result", lambda self: None)

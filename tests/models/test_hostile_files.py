@@ -215,6 +215,12 @@ def test_index_of_parts_that_are_not_there_is_refused(part, tmp_path):
     assert_refused(lambda: convert("timm", path, tmp_path / "out"), str(path))
 
 
+def of_fixture(name, keys):
+    """Returns some keys of the configuration of a fixture."""
+    config = json.loads((FIXTURES / name / "config.json").read_text())
+    return {key: config[key] for key in keys.split()}
+
+
 # For each source, the keys that its conversion reads, of the fixtures' values.
 BESIDE = {
     "timm": {
@@ -236,51 +242,22 @@ BESIDE = {
         "model_args": {},
         "pretrained_cfg": {},
     },
-    "hf_vit": {
-        key: json.loads((FIXTURES / "hf_vit" / "config.json").read_text())[key]
-        for key in (
-            "num_attention_heads",
-            "hidden_size",
-            "num_hidden_layers",
-            "intermediate_size",
-            "layer_norm_eps",
-            "image_size",
-            "patch_size",
-            "num_channels",
-            "qkv_bias",
-            "id2label",
-            "model_type",
-            "hidden_act",
-        )
-    },
-    "hf_gpt2": {
-        key: json.loads((FIXTURES / "hf_gpt2" / "config.json").read_text())[key]
-        for key in (
-            "n_head",
-            "n_embd",
-            "n_layer",
-            "n_positions",
-            "n_inner",
-            "vocab_size",
-            "activation_function",
-            "layer_norm_epsilon",
-            "tie_word_embeddings",
-            "scale_attn_weights",
-        )
-    },
-    "hf_llama": {
-        key: json.loads((FIXTURES / "hf_llama" / "config.json").read_text())[key]
-        for key in (
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "rope_parameters",
-            "sliding_window",
-            "tie_word_embeddings",
-        )
-    },
+    "hf_vit": of_fixture(
+        "hf_vit",
+        "num_attention_heads hidden_size num_hidden_layers intermediate_size "
+        "layer_norm_eps image_size patch_size num_channels qkv_bias id2label "
+        "model_type hidden_act",
+    ),
+    "hf_gpt2": of_fixture(
+        "hf_gpt2",
+        "n_head n_embd n_layer n_positions n_inner vocab_size activation_function "
+        "layer_norm_epsilon tie_word_embeddings scale_attn_weights",
+    ),
+    "hf_llama": of_fixture(
+        "hf_llama",
+        "num_attention_heads num_key_value_heads head_dim max_position_embeddings "
+        "rms_norm_eps rope_parameters sliding_window tie_word_embeddings",
+    ),
     "translution": {"num_heads": 2, "image_size": None, "channels": None},
     "performer": {"heads": 2, "num_heads": None, "image_size": 5},
 }

@@ -44,6 +44,14 @@ def normal(seed, *shape, scale=1.0):
     return (scale * values).astype(np.float32)
 
 
+def normal_like(tree, *, scale=1.0, seed=0):
+    """Draws normal numbers in the shapes and dtypes of a tree."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: (scale * rng.normal(size=leaf.shape)).astype(leaf.dtype), tree
+    )
+
+
 @functools.cache
 def _options():
     try:

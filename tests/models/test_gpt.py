@@ -13,7 +13,7 @@ from relattn.models import build_model, generate
 from relattn.models.sampling import sample_token
 from relattn.nn.blocks import FeedForward
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.quick import quick_jit, run
+from tests.helpers.quick import normal_like, quick_jit, run
 
 CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "num_heads": 2, "mlp_dim": 17}
 VOCAB, LENGTH = 13, 7
@@ -55,10 +55,7 @@ def make(**options):
     model = build(**options)
     tokens = np.random.default_rng(1).integers(0, VOCAB, (3, LENGTH), np.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype), shapes
-    )
+    variables = normal_like(shapes, scale=0.3)
     return model, variables, tokens
 
 
@@ -105,21 +102,27 @@ def test_llama_decodes_with_any_attention(attention):
     expect_decoding_equals_full_recomputation(model, variables, tokens)
 
 
-@pytest.mark.quick("rope1d")
-@pytest.mark.parametrize("position", ["rope1d", "irpe_gate", "learned + t5_bias"])
-def test_short_sequences_are_not_padded(position):
-    model, variables, tokens = make(position=position)
-    lengths = []
+def record_lengths(lengths):
+    """Records the lengths of the sequences in layers, in a context."""
 
     def record(call, args, kwargs, context):
         if isinstance(context.module, FeedForward):
             lengths.append(args[0].shape[1])
         return call(*args, **kwargs)
 
+    return nn.intercept_methods(record)
+
+
+@pytest.mark.quick("rope1d")
+@pytest.mark.parametrize("position", ["rope1d", "irpe_gate", "learned + t5_bias"])
+def test_short_sequences_are_not_padded(position):
+    model, variables, tokens = make(position=position)
+    lengths = []
+
     @quick_jit
     def both(variables, tokens):
         padded = jnp.pad(tokens[:, :4], ((0, 0), (0, LENGTH - 4)))
-        with nn.intercept_methods(record):
+        with record_lengths(lengths):
             short = model.apply(variables, tokens[:, :4])
         return short, model.apply(variables, padded)[:, :4]
 
@@ -156,13 +159,7 @@ def test_tokens_equal_those_drawn_from_full_forward_passes(attention, position):
 def test_a_prompt_is_one_call_of_the_model():
     model, variables, tokens = make()
     lengths = []
-
-    def record(call, args, kwargs, context):
-        if isinstance(context.module, FeedForward):
-            lengths.append(args[0].shape[1])
-        return call(*args, **kwargs)
-
-    with nn.intercept_methods(record):
+    with record_lengths(lengths):
         # No other test has this top_k, so that the program is traced here.
         generate(model, variables, tokens[:, :3], 4, key=jax.random.key(0), top_k=4)
     # The prompt, padded to the final length, and a token.

@@ -14,7 +14,7 @@ from flax import nnx, traverse_util
 import relattn
 from relattn.nn.blocks import Dropout
 from relattn.nn.nnx import GPT, Model, RandomFeatures, ViT, generate, redraw
-from tests.helpers.quick import normal, run
+from tests.helpers.quick import normal, normal_like, run
 
 SIZES = {"dim": 12, "num_layers": 2, "num_heads": 3, "mlp_dim": 17}
 CLASSES, SHAPE, PATCHES = 7, (6, 10, 1), 15
@@ -35,10 +35,7 @@ def gpt(**options):
 def draw_variables(linen, inputs):
     """Returns variables so large that every part matters."""
     shapes = jax.eval_shape(linen.init, jax.random.key(0), inputs)
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype), shapes
-    )
+    variables = normal_like(shapes, scale=0.3)
     return jax.device_put(variables)
 
 

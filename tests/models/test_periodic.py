@@ -12,7 +12,7 @@ from relattn.models.anchor import polyphase_anchor
 from relattn.models.patches import extract_patches
 from relattn.nn.registry import ATTENTIONS, POSITIONS
 from relattn.offsets import Torus
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal_like, quick_jit
 from tests.helpers.specs import with_others
 
 CONFIG = {"name": "vit", "dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 11}
@@ -50,10 +50,7 @@ def make(**options):
         options["pool"] = "mean"
     model = build_model(CONFIG | options, num_classes=5, image_shape=SHAPE)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *SHAPE)))
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: 0.5 * rng.normal(size=leaf.shape).astype(leaf.dtype), shapes
-    )
+    variables = normal_like(shapes, scale=0.5)
     return model, variables
 
 
@@ -97,10 +94,7 @@ def test_a_plain_grid_sees_the_border():
     model, variables = make(attention="softmax", position="relative_bias")
     plain = model.copy(periodic=False)
     shapes = jax.eval_shape(plain.init, jax.random.key(0), jnp.zeros((1, *SHAPE)))
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype), shapes
-    )
+    variables = normal_like(shapes, scale=0.3)
     logits = logits_of_shifts(plain, variables, [(0, 0), (3, 0)])
     assert np.abs(logits[1] - logits[0]).max() > 1e-3
 

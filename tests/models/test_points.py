@@ -9,7 +9,7 @@ import pytest
 
 from relattn.models import PointTransformer, build_model
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.quick import normal, quick_jit, run
+from tests.helpers.quick import normal, normal_like, quick_jit, run
 
 CONFIG = {
     "name": "point_transformer",
@@ -33,10 +33,7 @@ def make(**options):
         jax.random.key(0),
         jax.ShapeDtypeStruct((1, N, AXES + CHANNELS), "float32"),
     )
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
-    )
+    variables = normal_like(shapes, scale=0.5)
     return model, variables
 
 

@@ -25,7 +25,7 @@ from relattn.training.predict import read_tokenizer_file
 from relattn.training.saved_run import load_run, load_text_run
 from tests.data.test_tokenizers import write_tokenizer
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal_like, quick_jit
 
 FIXTURES = Path(__file__).parents[1] / "pretrained"
 # Largest difference, of the largest logit.
@@ -455,11 +455,7 @@ def test_frequencies_of_positions_are_not_rounded(tmp_path, position):
     config = {"model": {"name": "gpt", "dim": 6, "num_heads": 2, "num_layers": 1}}
     config["model"] |= {"mlp_dim": 7, "position": position}
     config |= {"vocab_size": 11, "context_length": 5}
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype),
-        pretrained.abstract(pretrained.build(config), config),
-    )
+    variables = normal_like(pretrained.abstract(pretrained.build(config), config))
     pretrained.save_pretrained(tmp_path, config, variables, dtype="bfloat16")
     loaded = relattn.load_pretrained(tmp_path).variables["params"]
     same = {

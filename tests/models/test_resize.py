@@ -12,7 +12,7 @@ from relattn.models import build_model, resize_grid
 from relattn.nn.registry import ATTENTIONS, POSITIONS
 from tests import reference
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.quick import normal, run
+from tests.helpers.quick import normal, normal_like, run
 
 SMALL, LARGE = (3, 5), (5, 7)
 SIZES = {"dim": 8, "num_heads": 2, "num_layers": 2}
@@ -72,10 +72,7 @@ def draw_params(module, grid):
     if module.site == "none":
         return {}
     shapes = jax.eval_shape(init, jax.random.key(0)).get("params", {})
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes
-    )
+    return normal_like(shapes)
 
 
 def expected_table(table, axis, old, new):

@@ -11,6 +11,7 @@ from relattn.models.safetensors import read_safetensors
 from relattn.models.sources import SOURCES
 from relattn.models.targets import to_library
 from relattn.models.tensor_tables import unwrap
+from tests.helpers.quick import normal_like
 from tests.models.test_pretrained import FIXTURES
 
 VIT = {
@@ -66,11 +67,7 @@ def make(config, **options):
     """A model of any options, and parameters that are drawn."""
     config = {**config, "model": {**config["model"], **options}}
     model = pretrained.build(config)
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda x: rng.normal(size=x.shape).astype(x.dtype),
-        pretrained.abstract(model, config),
-    )
+    variables = normal_like(pretrained.abstract(model, config))
     return model, config, variables
 
 

@@ -8,7 +8,7 @@ import pytest
 from relattn.models import build_model
 from relattn.models.patches import extract_patches, patch_grid, zero_patches
 from relattn.nn.registry import ATTENTIONS, POSITIONS
-from tests.helpers.quick import normal, quick_jit, run
+from tests.helpers.quick import normal, normal_like, quick_jit, run
 from tests.helpers.specs import small, with_others
 
 CONFIG = {"name": "vit", "dim": 12, "num_layers": 2, "num_heads": 2, "mlp_dim": 7}
@@ -29,10 +29,7 @@ def make(shape=SHAPE, **options):
     shapes = jax.eval_shape(
         model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, *shape), "float32")
     )
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
-    )
+    variables = normal_like(shapes, scale=0.5)
     return model, variables
 
 

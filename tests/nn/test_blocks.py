@@ -23,7 +23,7 @@ from relattn.nn.blocks import (
 from relattn.nn.registry import build
 from tests import reference
 from tests.helpers import compare
-from tests.helpers.quick import normal, quick_jit, run
+from tests.helpers.quick import normal, normal_like, quick_jit, run
 
 
 def test_weights_and_biases_start_uniform_within_the_bound():
@@ -201,11 +201,8 @@ class Model(nn.Module):
 
 
 def random_variables(model):
-    rng = np.random.default_rng(1)
     shapes = jax.eval_shape(model.init, jax.random.key(0), X)
-    return jax.tree.map(
-        lambda leaf: (0.4 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
-    )
+    return normal_like(shapes, scale=0.4, seed=1)
 
 
 @pytest.mark.quick("softmax-constrained_sincos")

@@ -16,7 +16,7 @@ from relattn.nn import registry
 from relattn.nn.linear_attention import LinearAttention
 from relattn.training import linearize
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.quick import normal, quick_jit, run
+from tests.helpers.quick import normal, normal_like, quick_jit, run
 
 IMAGES = normal(0, 2, 4, 6, 1)
 TOKENS = np.array([[1, 4, 2, 0, 3, 3, 1], [0, 1, 2, 3, 4, 0, 1]], np.int32)
@@ -32,10 +32,7 @@ def trained(name, **options):
         options = {"position": "learned", **options}
         model, inputs = ViT(3, patch_size=2, **SIZES, **options), IMAGES
     shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)
-    rng = np.random.default_rng(1)
-    variables = jax.tree.map(
-        lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
-    )
+    variables = normal_like(shapes, scale=0.5, seed=1)
     return model, variables, inputs
 
 

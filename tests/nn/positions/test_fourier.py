@@ -14,7 +14,7 @@ from relattn.nn.registry import ATTENTIONS, POSITIONS, build
 from relattn.offsets import Torus
 from tests import reference
 from tests.helpers.export import unchecked_annotations
-from tests.helpers.quick import normal, quick_jit, run
+from tests.helpers.quick import normal, normal_like, quick_jit, run
 from tests.helpers.specs import small
 
 GRID, N, DIM, HEADS, HEAD_DIM = (2, 3), 7, 8, 2, 4
@@ -25,10 +25,7 @@ WITH_VALUES = [name for name, entry in ATTENTIONS.items() if "values" in entry.s
 def draw(make, *args, **options):
     """Draws variables so large that every part matters."""
     shapes = jax.eval_shape(functools.partial(make, **options), *args)
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
-    )
+    return normal_like(shapes, scale=0.5)
 
 
 def make_layer(attention, position, grid=GRID, num_prefix=1, **options):
@@ -82,6 +79,18 @@ def matrices_of(params, head, num_prefix=1):
     return found + jnp.where(pairs[0], of_grid, 0) + jnp.where(pairs[1], of_prefix, 0)
 
 
+def expect_equal(apply, layer, naive, *inputs):
+    """Compares a layer with a naive version of its encoding, variables and tokens."""
+
+    def out(encoding, variables, x):
+        return apply(variables, x[None], position=layer(encoding))[0]
+
+    found = run(out, *inputs)
+    with jax.enable_x64(True):
+        expected = run(naive, *jax.tree.map(np.float64, inputs))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 OPTIONS = ["rank=0", "rank=2", "prefix_matrices=True", "prefix_matrices=True, rank=1"]
 
 
@@ -95,9 +104,6 @@ def test_the_projection_of_a_pair_is_the_sum_of_waves(name, options):
         spec = f"fourier_scores(num_frequencies=3, relative={of!r}, {options})"
     apply, variables, layer, encoding = make_layer("softmax", spec)
     x = normal(1, N, DIM)
-
-    def out(encoding, variables, x):
-        return apply(variables, x[None], position=layer(encoding))[0]
 
     def naive(encoding, variables, x):
         params, heads = variables["params"], []
@@ -122,11 +128,7 @@ def test_the_projection_of_a_pair_is_the_sum_of_waves(name, options):
         merged = jnp.stack(heads, axis=1).reshape(N, DIM)
         return merged @ params["out"]["kernel"] + params["out"]["bias"]
 
-    found = run(out, encoding, variables, x)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(np.float64, (encoding, variables, x))
-        expected = run(naive, *wide)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    expect_equal(apply, layer, naive, encoding, variables, x)
 
 
 @pytest.mark.quick("fourier_values(prefix_matrices=True, rank=1)")
@@ -166,9 +168,6 @@ def test_the_mask_of_softmax_is_a_bias_of_the_offset():
     apply, variables, layer, encoding = make_layer("softmax", "fourier_mask")
     x = normal(1, N, DIM)
 
-    def out(encoding, variables, x):
-        return apply(variables, x[None], position=layer(encoding))[0]
-
     def naive(encoding, variables, x):
         params, heads = variables["params"], []
         projected = [heads_of(x, params, name) for name in "qkv"]
@@ -186,11 +185,7 @@ def test_the_mask_of_softmax_is_a_bias_of_the_offset():
         merged = jnp.stack(heads, axis=1).reshape(N, DIM)
         return merged @ params["out"]["kernel"] + params["out"]["bias"]
 
-    found = run(out, encoding, variables, x)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(np.float64, (encoding, variables, x))
-        expected = run(naive, *wide)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    expect_equal(apply, layer, naive, encoding, variables, x)
 
 
 def test_normalised_queries_and_keys_keep_the_mask():

@@ -9,7 +9,7 @@ import pytest
 
 from relattn.nn.positions import gates
 from tests import reference
-from tests.helpers.quick import normal, run
+from tests.helpers.quick import normal, normal_like, run
 
 GRID, N, LAYERS, HEADS, HEAD_DIM = (2, 3), 7, 3, 2, 5
 SIZES = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "num_layers": LAYERS}
@@ -41,10 +41,7 @@ def test_gates_start_as_the_identity(name, grid):
 def test_queries_and_keys_of_each_layer_and_head_have_their_scales(name):
     module = MODULES[name](**SIZES)
     shapes = jax.eval_shape(lambda key: module.init(key, GRID, 1), jax.random.key(0))
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
-    )
+    variables = normal_like(shapes, scale=0.5)
     params = variables["params"]
     q, k, x = heads_inputs()
 

@@ -8,7 +8,7 @@ import pytest
 from relattn import offsets
 from relattn.nn.positions import rotary
 from tests import reference
-from tests.helpers.quick import normal, run
+from tests.helpers.quick import normal, normal_like, run
 
 GRID, N, LAYERS, HEADS, HEAD_DIM = (2, 3), 7, 3, 2, 6
 SIZES = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "num_layers": LAYERS}
@@ -36,10 +36,7 @@ def rotated(name, x, params, grid=GRID):
 def test_each_layer_and_head_rotates_by_its_parameters(name):
     module = MODULES[name](**SIZES)
     shapes = jax.eval_shape(lambda key: module.init(key, GRID, 1), jax.random.key(0))
-    rng = np.random.default_rng(0)
-    variables = jax.tree.map(
-        lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), shapes
-    )
+    variables = normal_like(shapes)
     q, k = map(jax.device_put, normal(1, 2, 1, HEADS, N, HEAD_DIM))
 
     @jax.jit

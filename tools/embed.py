@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int, Real, UInt8
 from PIL import Image
 
 from relattn import command
-from relattn.data.paths import describe_error
+from relattn.data.errors import describe_error
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
 from relattn.files import check_folder
 

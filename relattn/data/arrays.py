@@ -11,6 +11,7 @@ from jaxtyping import Int32
 
 from relattn.command import lacks_resources
 from relattn.data.array_hints import labels_hint
+from relattn.data.errors import describe_error
 from relattn.data.image_list import (
     Images,
     check_several_classes,
@@ -18,7 +19,6 @@ from relattn.data.image_list import (
     list_names,
 )
 from relattn.data.images import ImageSplit, check_arrays, check_class_names
-from relattn.data.paths import describe_error
 from relattn.messages import shorten
 
 # Names of the arrays of a split: those of MedMNIST and of Keras.

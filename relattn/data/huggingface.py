@@ -11,6 +11,7 @@ from typing import Any
 
 from relattn.command import lacks_resources
 from relattn.data.csv_images import SPLITS
+from relattn.data.errors import describe_error
 from relattn.data.image_io import UnreadableImageError, decode_image, open_image
 from relattn.data.image_list import (
     HINT,
@@ -18,7 +19,6 @@ from relattn.data.image_list import (
     check_classes,
     class_order,
 )
-from relattn.data.paths import describe_error
 from relattn.messages import shorten
 
 # Preferred to other columns of their kind.

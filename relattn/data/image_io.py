@@ -14,7 +14,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
 
 from relattn.command import lacks_resources
-from relattn.data.paths import describe_error
+from relattn.data.errors import describe_error
 from relattn.files import naming
 from relattn.messages import shorten
 

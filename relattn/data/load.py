@@ -20,6 +20,7 @@ from relattn.data.augment import (
 from relattn.data.base import DataSource
 from relattn.data.canvas import PLACEMENTS, place_on_canvas
 from relattn.data.csv_images import find_csv_images
+from relattn.data.errors import reading_data
 from relattn.data.folder import find_files
 from relattn.data.huggingface import find_huggingface_images
 from relattn.data.image_io import check_background
@@ -40,7 +41,6 @@ from relattn.data.images import (
 )
 from relattn.data.mnist_points import make_mnist_points
 from relattn.data.moving_digits import make_moving_digits
-from relattn.data.paths import expand, reading_data
 from relattn.data.points import read_points
 from relattn.data.preprocess import check_statistics, is_standardized
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
@@ -48,6 +48,7 @@ from relattn.data.streaming import open_list, open_streamed
 from relattn.data.text import load_text
 from relattn.data.tfds import find_or_prepare, find_set, read_full, read_prepared
 from relattn.data.user_images import interpolation, short_side
+from relattn.files import expand
 from relattn.messages import check_choice, closest, shorten
 
 # The options of images with their defaults; ``name`` and ``image_size`` have none.

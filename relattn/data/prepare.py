@@ -20,10 +20,12 @@ import tensorflow_datasets as tfds
 from ml_collections import ConfigDict
 
 from relattn import command
-from relattn.data.paths import describe_error, expand, write_manifest
+from relattn.data.errors import describe_error
 from relattn.data.registry import SETS
 from relattn.data.streaming import open_streamed
 from relattn.data.tfds import check_content, data_root, find_prepared, read_prepared
+from relattn.files import expand
+from relattn.manifest import write_manifest
 
 
 def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> Path:

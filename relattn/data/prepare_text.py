@@ -40,7 +40,7 @@ import numpy as np
 from tqdm import tqdm
 
 from relattn import command
-from relattn.data.paths import MANIFEST, describe_error, write_manifest
+from relattn.data.errors import describe_error
 from relattn.data.text import FILES, META, TokenMeta, write_meta, write_tokens
 from relattn.data.tokenizers import (
     TOKENIZER_FILE,
@@ -53,6 +53,7 @@ from relattn.data.tokenizers import (
 )
 from relattn.files import check_folder, naming, replace_file
 from relattn.json_files import parse_json
+from relattn.manifest import MANIFEST, write_manifest
 from relattn.messages import printable, shorten
 
 OPENWEBTEXT = "Skylion007/openwebtext"

@@ -38,6 +38,7 @@ from relattn.data.base import (
     shard_rows,
     steps_per_epoch,
 )
+from relattn.data.errors import describe_error
 from relattn.data.image_io import decode_image, open_image
 from relattn.data.image_list import WITHOUT_TEST, ImageList, ImageRecords
 from relattn.data.image_transforms import (
@@ -48,7 +49,6 @@ from relattn.data.image_transforms import (
 )
 from relattn.data.images import check_no_draw, draw_validation
 from relattn.data.main_guard import check_main_guard
-from relattn.data.paths import describe_error
 from relattn.data.registry import ImageSet
 from relattn.data.tfds import (
     describe_origin,

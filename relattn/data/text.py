@@ -25,7 +25,6 @@ from relattn.data.base import (
     shard_rows,
     steps_per_epoch,
 )
-from relattn.data.paths import expand, find_damage
 from relattn.data.registry import EMBEDDED_FOLDER
 from relattn.data.tfds import DatasetNotPreparedError
 from relattn.data.tokenizers import (
@@ -37,8 +36,9 @@ from relattn.data.tokenizers import (
     load_tokenizer,
     token_dtype,
 )
-from relattn.files import open_new, replace_file
+from relattn.files import expand, open_new, replace_file
 from relattn.json_files import Range, check_json, read_json
+from relattn.manifest import find_damage
 from relattn.messages import check_choice, shorten
 
 EMBEDDED_TEXTS = ("tinyshakespeare",)

@@ -26,12 +26,14 @@ from tensorflow_datasets.core import constants
 from tqdm import tqdm
 
 from relattn.command import lacks_resources
+from relattn.data.errors import describe_error
 from relattn.data.image_io import decode_image, open_image
 from relattn.data.image_list import Images
 from relattn.data.images import ImageSplit
-from relattn.data.paths import describe_error, expand, find_damage
 from relattn.data.registry import SETS, ImageSet
+from relattn.files import expand
 from relattn.json_files import read_json
+from relattn.manifest import find_damage
 from relattn.messages import closest, shorten
 
 CHUNK = 1000

@@ -12,9 +12,9 @@ from jaxtyping import Array, Integer, UInt16, UInt32
 from ml_collections import ConfigDict
 
 from relattn.command import lacks_resources
-from relattn.data.paths import describe_error, expand, sha256
-from relattn.files import naming
-from relattn.manifest import END_OF_TEXT, ENDS, FILE_PREFIX, tokenizer_name
+from relattn.data.errors import describe_error
+from relattn.files import expand, naming
+from relattn.manifest import END_OF_TEXT, ENDS, FILE_PREFIX, sha256, tokenizer_name
 from relattn.messages import check_choice, shorten
 
 TokenIds = UInt16[np.ndarray, "_"] | UInt32[np.ndarray, "_"]

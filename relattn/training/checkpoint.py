@@ -31,9 +31,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from relattn.command import lacks_resources
-from relattn.data.paths import MANIFEST, sha256
 from relattn.files import replace_file
 from relattn.json_files import read_json
+from relattn.manifest import MANIFEST, sha256
 from relattn.messages import shorten
 from relattn.training.errors import CheckpointError, DamagedError
 from relattn.training.orbax_errors import quiet_orbax, system_error

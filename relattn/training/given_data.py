@@ -22,8 +22,8 @@ from relattn.data import (
     read_info,
 )
 from relattn.data.image_list import ImageRecords
-from relattn.data.paths import recorded_sha256, sha256
 from relattn.data.streaming import Photographs, StreamedSplit
+from relattn.manifest import recorded_sha256, sha256
 from relattn.messages import shorten
 from relattn.training.errors import CheckpointError
 

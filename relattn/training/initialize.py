@@ -13,7 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from relattn import models
-from relattn.data.paths import expand
+from relattn.files import expand
 from relattn.manifest import FILE_PREFIX
 from relattn.messages import closest, list_problems, shorten
 from relattn.models import pretrained, variable_names

@@ -14,8 +14,8 @@ import tensorflow_datasets as tfds
 from ml_collections import ConfigDict
 
 from relattn.data.load import load_data, load_images
-from relattn.data.paths import find_damage
 from relattn.data.prepare import check_archives, main
+from relattn.manifest import find_damage
 from tests.data.conftest import encode_photograph
 
 ORIGINALS = pathlib.Path(__file__).parents[3] / "shared" / "data"

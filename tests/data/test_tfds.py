@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 from relattn.data import tfds
 from relattn.data.images import ImageSplit
 from relattn.data.load import load_data, load_images
-from relattn.data.paths import write_manifest
 from relattn.data.registry import SETS
 from relattn.data.tfds import (
     DatasetNotPreparedError,
@@ -22,6 +21,7 @@ from relattn.data.tfds import (
     prepare_command,
     read_prepared,
 )
+from relattn.manifest import write_manifest
 from tests.data.conftest import SmallPhotographs
 from tools.embed import encode_png
 

@@ -12,10 +12,10 @@ from PIL import Image
 
 from relattn import cli, models, training
 from relattn.data import ImageData, ImageSplit, TextInfo, load_data
-from relattn.data.paths import write_manifest
 from relattn.evaluation import compare, page
 from relattn.evaluation import report as report_lib
 from relattn.evaluation.shift_runs import open_shift_runs
+from relattn.manifest import write_manifest
 from relattn.training.config import default_config
 from relattn.training.given_data import check_contents, check_source, fingerprint
 from tests.helpers.export import unchecked_annotations

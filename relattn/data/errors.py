@@ -1,4 +1,4 @@
-"""Errors of reading data, and where data files are."""
+"""Errors of reading data."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 from relattn.command import is_user_error
-from relattn.files import expand as expand
-from relattn.manifest import MANIFEST as MANIFEST
-from relattn.manifest import find_damage as find_damage
-from relattn.manifest import recorded_sha256 as recorded_sha256
-from relattn.manifest import sha256 as sha256
-from relattn.manifest import write_manifest as write_manifest
 
 
 @contextlib.contextmanager

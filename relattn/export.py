@@ -43,6 +43,8 @@ STABLEHLO, ONNX = "model.stablehlo", "model.onnx"
 _BOUND = 1e-4
 # Sizes of the batches that are compared; one size would not show that it is fixed.
 _BATCHES = (2, 3)
+# What flatbuffers and protobuf can hold, of which the two formats consist.
+_MAX_BYTES = 2**31
 
 _PACKAGES = {"stablehlo": "flatbuffers", "onnx": "jax2onnx"}
 _HINTS = {
@@ -98,7 +100,8 @@ def export(
 
     Raises:
         ValueError: If the format is unknown, ``output`` is ``workdir``, the other
-            library has no such model, or the logits differ or are not finite.
+            library has no such model, the model is too large for the format, or the
+            logits differ or are not finite.
         ImportError: If the format needs packages that are not installed.
         OSError: If ``output`` is empty or a file, or cannot be written.
     """
@@ -114,6 +117,8 @@ def export(
     if package and find_spec(package) is None:
         raise ImportError(f"--format={format} needs {_HINTS[format]}")
     source = _load(workdir, checkpoint)
+    if package:
+        _check_size(source, format)
     files, difference = FORMATS[format](source)
     if source.tokenizer is not None:
         files[pretrained.TOKENIZER] = source.tokenizer
@@ -149,6 +154,17 @@ def _load(folder: str | Path, checkpoint: str) -> _Source:
     config = run.pretrained_config()
     tokenizer = read_tokenizer_file(run)
     return _Source(run.model, run.variables, config, make_predict, tokenizer)
+
+
+def _check_size(source: _Source, format: str) -> None:
+    """Refuses parameters that do not fit into a file, before they are compiled."""
+    size = sum(array.nbytes for array in jax.tree.leaves(source.variables))
+    if size >= _MAX_BYTES:
+        raise ValueError(
+            f"the model's variables have {size / 1e9:.1f} GB, but a file of {format} "
+            f"holds less than {_MAX_BYTES / 1e9:.1f} GB: load the model by "
+            "relattn.load_pretrained"
+        )
 
 
 def _make_predict(model: nn.Module, variables: Any) -> Predict:

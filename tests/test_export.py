@@ -207,6 +207,19 @@ def test_formats_and_folders_are_checked_first(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_models_of_gigabytes_are_refused(tmp_path, monkeypatch):
+    """A file of flatbuffers or protobuf holds less than 2 GiB."""
+    monkeypatch.setattr(export, "find_spec", lambda name: name)
+    _, config, variables = make(VIT)
+    save_pretrained(tmp_path / "saved", config, variables)
+    arrays = jax.tree.leaves(variables)
+    monkeypatch.setattr(export, "_MAX_BYTES", sum(array.nbytes for array in arrays))
+    for format in ("stablehlo", "onnx"):
+        with pytest.raises(ValueError, match=rf" GB, but a file of {format} holds"):
+            export.export(tmp_path / "saved", tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("runs, count", [([], 0), (["a", "--workdir=b"], 2)])
 def test_one_run_is_exported(runs, count, capsys):
     with pytest.raises(SystemExit):

@@ -76,7 +76,7 @@ def take_model(
         prepared = {"preprocessing", "training"} & {*source}
         if prepared and config.data.get("source") != "text":
             sizes |= _data_preprocessing(source)
-    elif config.data.get("source") == "text":
+    elif config.data.get("source") == "text" and "context_length" in source:
         sizes["context_length"] = source["context_length"]
         if tokenizer := _find_tokenizer(config, source):
             sizes["tokenizer"] = tokenizer
@@ -177,11 +177,11 @@ def initial_state(
     tensors = variable_names.flatten(source.model, variables)
     if "image_shape" in new and source.model.inputs == "images":
         tensors = _with_channels(tensors, old_shape[-1], new_shape[-1])
-        if new["num_classes"] != source.config["num_classes"]:
-            skipped.append("head")
     elif source.model.inputs == "tokens" and "vocab_size" in new:
         _check_tokenizer(config, source.config, task.info.tokenizer, skipped)
         tensors = _cut_tables(tensors, source.config, task.info.tokenizer, new)
+    if "num_classes" in new and new["num_classes"] != source.config.get("num_classes"):
+        skipped.append("head")
     state = jax.device_get(task.create_state())
     like = {key: getattr(single.abstract_state, key) for key in carried}
     described = describe_model(config, new)

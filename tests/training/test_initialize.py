@@ -12,7 +12,7 @@ import relattn
 from relattn import cli, training
 from relattn import data as data_lib
 from relattn.convert import convert
-from relattn.data import ImageInfo
+from relattn.data import ImageInfo, PointInfo
 from relattn.models import complete_options, pretrained, variable_names
 from relattn.models.model_card import model_card
 from relattn.training.config import default_config
@@ -111,6 +111,28 @@ def test_moving_statistics_that_fit_are_those_of_the_source(clusters, tmp_path):
         found, jax.tree.leaves(expected["batch_stats"]), strict=True
     ):
         np.testing.assert_array_equal(array, np.broadcast_to(value, array.shape))
+
+
+def test_points_of_other_classes_get_a_new_head(tmp_path):
+    options = {"name": "point_transformer", "dim": 6, "num_heads": 2, "num_layers": 1}
+    config = {"model": {**options, "mlp_dim": 5}, "num_classes": 5}
+    config["point_shape"] = [7, 2, 1]
+    variables = pretrained.abstract(pretrained.build(config), config)
+    variables = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), variables)
+    pretrained.save_pretrained(tmp_path, config, variables)
+    settings = default_config()
+    settings.init_from = str(tmp_path)
+    take_model(settings, ())
+    info = PointInfo("a set", tuple("012"), (9, 2, 1), 200, "somewhere")
+    new = make_task(settings, info)
+    found, start = (x.params for x in (initial_state(new), new.create_state()))
+    head, start_head = found.pop("head"), start.pop("head")
+    jax.tree.map(np.testing.assert_array_equal, head, start_head)
+    assert all((leaf == 0.5).all() for leaf in jax.tree.leaves(found))
+    # A text has no points.
+    settings.data = {"source": "text", "context_length": 5}
+    take_model(settings, ())
+    assert settings.data.context_length == 5
 
 
 @pytest.mark.slow

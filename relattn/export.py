@@ -203,20 +203,27 @@ def _to_stablehlo(source: _Source) -> tuple[dict[str, Any], float]:
     """Makes the artifact of ``jax.export``, for all platforms and batches."""
     make = jax.export.export(jax.jit(source.predict), platforms=PLATFORMS)
     shape, dtype = _inputs(source)
-    sizes = ", ".join(map(str, shape))
-    batch = jax.export.symbolic_shape(f"batch, {sizes}")
-    inputs, lengths = jax.ShapeDtypeStruct(batch, dtype), shape[:1]
-    if source.model.inputs == "tokens":
-        bounds = [f"length <= {sizes}"]
-        both = jax.export.symbolic_shape("batch, length", constraints=bounds)
-        try:
-            exported = make(jax.ShapeDtypeStruct(both, dtype))
-            lengths = (*lengths, max(1, shape[0] // 2))
-        except ValueError:
-            # Some attentions have a fixed number of tokens.
-            exported = make(inputs)
+    first, *rest = shape
+
+    def inputs(length: Any, *constraints: str) -> jax.ShapeDtypeStruct:
+        sizes = ", ".join(map(str, ("batch", length, *rest)))
+        symbols = jax.export.symbolic_shape(sizes, constraints=constraints)
+        return jax.ShapeDtypeStruct(symbols, dtype)
+
+    lengths = (first,)
+    if source.model.inputs == "images":
+        exported = make(inputs(first))
     else:
-        exported = make(inputs)
+        # Texts up to the context, and sets of any number of points.
+        bounds = [f"length <= {first}"] * (source.model.inputs == "tokens")
+        try:
+            exported = make(inputs("length", *bounds))
+            lengths = (first, max(1, first // 2))
+        except Exception as error:
+            if lacks_resources(error):
+                raise
+            # Some attentions, and models of users, have a fixed number of tokens.
+            exported = make(inputs(first))
     data = bytes(exported.serialize())
     loaded = jax.export.deserialize(bytearray(data))
     difference = _compare(source, loaded.call, "StableHLO", lengths)

@@ -63,10 +63,10 @@ def draw(shape, vocab_size):
 
 MODELS = [
     (VIT, {"attention": "favor(num_features=5)"}, [(4, 4, 4, 1), (1, 4, 4, 1)]),
-    # Of any length, and of one.
+    # Of any length, and of one; sets of any number of points.
     (GPT, {"attention": "favor(num_features=5)"}, [(3, 5), (1, 2)]),
     (GPT, {"attention": "translution"}, [(3, 5), (1, 5)]),
-    (POINTS, {"attention": "favor(num_features=5)"}, [(4, 5, 3), (1, 5, 3)]),
+    (POINTS, {"attention": "favor(num_features=5)"}, [(4, 5, 3), (1, 9, 3)]),
 ]
 
 

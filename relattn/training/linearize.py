@@ -134,9 +134,10 @@ def softmax_divergences(
     """Measures how far linear attention is from softmax attention, layer by layer.
 
     sum_j a_ij log(a_ij / b_ij), the Kullback-Leibler divergence, averaged over
-    examples, heads and queries. b are the weights of the linear attention, a those of
-    softmax attention with the same queries, keys, mask and position. Up to the entropy
-    of a, this is the cross-entropy that Hedgehog and LoLCATs minimise.
+    examples, heads and queries without padding. b are the weights of the linear
+    attention, a those of softmax attention with the same queries, keys, mask and
+    position. Up to the entropy of a, this is the cross-entropy that Hedgehog and
+    LoLCATs minimise.
 
     A layer passes on the output of softmax, so every layer sees what it sees in the
     model with softmax attention.
@@ -215,7 +216,12 @@ def _pass_on_softmax(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     out, expected = jnp.split(cast(Array, exact), [v.shape[-1]], axis=-1)
     found = jnp.maximum(call(q, k, identity, *args[3:], **kwargs), _LEAST_WEIGHT)
     ratio = jnp.where(expected > 0, expected, 1.0) / jnp.where(expected > 0, found, 1.0)
-    divergence = jnp.mean(jnp.sum(expected * jnp.log(ratio), axis=-1))
+    divergences, exists = jnp.sum(expected * jnp.log(ratio), axis=-1), None
+    # Queries that are padding do not count.
+    mask = args[3].key_mask
+    if mask is not None and args[3].memory is None:
+        exists = jnp.broadcast_to(mask, divergences.shape)
+    divergence = jnp.mean(divergences, where=exists)
     # A layer may be traced twice: the last value replaces those before.
     module.sow(
         "intermediates",

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict
 
-from relattn.models import GPT, ViT, attention_weights
+from relattn.models import GPT, PointTransformer, ViT, attention_weights
 from relattn.nn import registry
 from relattn.nn.linear_attention import LinearAttention
 from relattn.training import linearize
@@ -19,6 +19,8 @@ from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, normal_like, quick_jit, run
 
 IMAGES = normal(0, 2, 4, 6, 1)
+# The second set has five points.
+POINTS = np.where(np.arange(7)[:, None] < [[[7]], [[5]]], normal(0, 2, 7, 3), np.nan)
 TOKENS = np.array([[1, 4, 2, 0, 3, 3, 1], [0, 1, 2, 3, 4, 0, 1]], np.int32)
 SIZES = {"dim": 8, "num_heads": 2, "num_layers": 2, "mlp_dim": 5}
 
@@ -28,6 +30,8 @@ def trained(name, **options):
     if name == "gpt":
         # Both heads share keys and values.
         model, inputs = GPT(5, 7, **SIZES, num_kv_heads=1, **options), TOKENS
+    elif name == "points":
+        model, inputs = PointTransformer(3, 2, **SIZES, **options), POINTS
     else:
         options = {"position": "learned", **options}
         model, inputs = ViT(3, patch_size=2, **SIZES, **options), IMAGES
@@ -80,7 +84,7 @@ def test_swapping_a_window_for_all_tokens_raises():
     jax.tree.map(np.testing.assert_array_equal, same["params"], variables["params"])
 
 
-@pytest.mark.quick("vit-hedgehog-learned")
+@pytest.mark.quick("vit-hedgehog-learned", "points-hedgehog-fourier_values")
 @pytest.mark.parametrize(
     ("name", "attention", "position"),
     [
@@ -89,6 +93,7 @@ def test_swapping_a_window_for_all_tokens_raises():
         ("vit", "favor(num_features=5)", "constrained_sincos"),
         ("gpt", "hedgehog", "rope1d"),
         ("gpt", "hedgehog", "relative_bias"),
+        ("points", "hedgehog", "fourier_values"),
     ],
 )
 def test_divergence_is_that_of_the_weights_of_both_models(name, attention, position):
@@ -103,7 +108,9 @@ def test_divergence_is_that_of_the_weights_of_both_models(name, attention, posit
 
     a, b, found = run(compute, old, new, inputs)
     logs = np.log(np.where(a > 0, a, 1) / np.where(a > 0, b, 1))
-    expected = np.float64(a * logs).sum(-1).mean()
+    # Not those of points that do not exist.
+    exists = ~np.isnan(inputs).any(-1)[:, None] if name == "points" else True
+    expected = np.float64(a * logs).sum(-1).mean(where=exists)
     assert found.shape == (2,) and expected > 1e-3
     np.testing.assert_allclose(found[0], expected, rtol=1e-4)
 

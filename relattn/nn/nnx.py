@@ -327,7 +327,8 @@ class Position(_LinenModule):
         head_dim: Width of a head; 0 for dim / num_heads.
         num_layers: Number of layers.
         causal: Whether a token attends only to itself and earlier tokens.
-        grid: Size of each axis of the tokens after the prefix.
+        grid: Size of each axis of the tokens after the prefix; for points ones, as
+            ``(1, 1, 1)`` in space.
         num_prefix: Number of prefix tokens.
         rngs: Has the stream ``params``, or a default one.
 
@@ -407,11 +408,18 @@ class Position(_LinenModule):
         encoding = self._apply(zeros, grid, method="add_to_tokens")
         return tokens + jax.lax.dynamic_slice_in_dim(encoding, start, n, axis=1)
 
-    def per_layer(self) -> list[LayerPosition | None]:
-        """Returns what each layer passes to `MultiHeadAttention` as ``position``."""
-        layers = self._apply(
-            self.to_nnx__grid, self.to_nnx__num_prefix, method="per_layer"
-        )
+    def per_layer(
+        self, points: Float[Array, "batch n axes"] | None = None
+    ) -> list[LayerPosition | None]:
+        """Returns what each layer passes to `MultiHeadAttention` as ``position``.
+
+        Args:
+            points: Any real positions of the tokens after the prefix, in place of those
+                of the grid, for an encoding that takes them, such as
+                ``"fourier_values"``; the attention then has no grid.
+        """
+        grid = self.to_nnx__grid if points is None else points
+        layers = self._apply(grid, self.to_nnx__num_prefix, method="per_layer")
         return [None] * self.to_nnx__num_layers if layers is None else layers
 
 
@@ -466,10 +474,11 @@ class Model(_LinenModule):
         """Computes the logits, as the Linen model does.
 
         Args:
-            inputs: Images, shape ``[batch, height, width, channels]``, or token ids,
-                shape ``[batch, n]``.
-            key_mask: True for the patches or tokens that exist, for models that take
-                it.
+            inputs: Images, shape ``[batch, height, width, channels]``, token ids, shape
+                ``[batch, n]``, or sets of points, shape ``[batch, n, axes +
+                channels]``.
+            key_mask: True for the patches, tokens or points that exist, for models that
+                take it.
             segment_ids: For packed sequences, see `relattn.GPT`.
             index: In decoding, the position of the last token. ``inputs`` are that
                 token alone, which attends to the variables of type `flax.nnx.Cache`; or

@@ -84,6 +84,24 @@ def test_position_equals_linen_with_its_variables(attention, position):
     chex.assert_trees_all_equal(ours.per_layer(), layers)
 
 
+def test_points_equal_linen_with_its_variables():
+    position = Position(
+        "fourier_values(rank=2)",
+        "favor",
+        **SIZES,
+        num_layers=LAYERS,
+        grid=(1, 1, 1),
+        rngs=nnx.Rngs(0),
+    )
+    attention = MultiHeadAttention("favor", **SIZES, rngs=nnx.Rngs(1))
+    points, x = 5 * draw(2, N, 3, seed=1), draw(2, N, DIM)
+    layers = position.linen.apply(position.to_linen(), points, 0, method="per_layer")
+    chex.assert_trees_all_equal(position.per_layer(points), layers)
+    out = attention(x, position=layers[1])
+    expected = attention.linen.apply(attention.to_linen(), x, position=layers[1])
+    np.testing.assert_array_equal(out, expected)
+
+
 def test_tokens_from_a_position_on_get_their_rows():
     position = Position(
         "learned", "softmax", **SIZES, num_layers=1, grid=(N,), rngs=nnx.Rngs(0)

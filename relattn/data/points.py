@@ -368,16 +368,27 @@ def read_point_sets(
         >>> read_point_sets([np.zeros((4, 3)), np.zeros((9, 3))], info).shape
         (2, 9, 3)
     """
+    if not isinstance(points, str | os.PathLike):
+        return _read_arrays(points, info)
+    file = Path(points)
+    arrays, listed = open_arrays(file, {*PARTS}, "pass a file of numpy.savez")
+    arrays.pop("labels", None)
+    if "positions" not in arrays:
+        raise ValueError(
+            f"{file} has no array positions, only {listed or 'none'}: name the arrays "
+            "positions and, optionally, features and mask"
+        )
+    try:
+        return _read_arrays(arrays, info)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _read_arrays(
+    points: Any, info: PointInfo
+) -> Float32[np.ndarray, "n points columns"]:
+    """Reads sets of points in memory, see `read_point_sets`."""
     _, axes, channels = info.point_shape
-    if isinstance(points, str | os.PathLike):
-        file = Path(points)
-        points, listed = open_arrays(file, {*PARTS}, "pass a file of numpy.savez")
-        points.pop("labels", None)
-        if "positions" not in points:
-            raise ValueError(
-                f"{file} has no array positions, only {listed or 'none'}: name the "
-                "arrays positions and, optionally, features and mask"
-            )
     if isinstance(points, Mapping):
         if "positions" not in points or {*points} - {*INPUTS}:
             raise ValueError(

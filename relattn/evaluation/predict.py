@@ -6,7 +6,7 @@ likely class, the label and the probability. For a run on points,
 ``features`` and ``mask``, named ``a.npz[0]`` and so on. ``python -m
 relattn.evaluation.predict`` is the same program; the run and the files may also be
 named, by ``--workdir=RUN --input a.jpg photos``. RUN may also be a saved or converted
-model of images; without names, its classes are called by their numbers.
+model; without names, its classes are called by their numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from relattn import command
+from relattn.data import read_point_sets
 from relattn.data.base import ClassInfo, check_eval_batch
 from relattn.data.folder import KINDS
 from relattn.data.image_list import check_files
@@ -180,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     workdir, inputs = _split_paths(given.workdir, [*given.paths, *given.input])
     files = [file for path in inputs for file in image_files(path)]
     if is_saved_model(workdir):
-        found, names = _predict_saved(workdir, files, given), files
+        found, names = _predict_saved(workdir, files, given)
     else:
         run = load_run(workdir, given.checkpoint, image_size=given.image_size)
         if isinstance(run.data, ClassInfo):
@@ -198,14 +200,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _predict_saved(
     folder: str, files: Sequence[Path], given: argparse.Namespace
-) -> Predictions:
-    """Returns the predictions of a saved model for image files."""
+) -> tuple[Predictions, Sequence[Path | str]]:
+    """Returns what `_predict` does, of a saved model."""
     check_choice("checkpoint", given.checkpoint, ("best", "latest"))
     if given.draws not in (None, 1):
         raise ValueError(f"--draws={given.draws} needs a run, and {folder} is a model")
     loaded = load_pretrained(folder, image_size=given.image_size)
     num_classes = loaded.config.get("num_classes", 0)
-    if loaded.model.inputs != "images" or not num_classes:
+    if loaded.model.inputs not in ("images", "points") or not num_classes:
         raise ValueError(
             f"{folder} does not classify images: name a run or a model that does"
         )
@@ -213,15 +215,22 @@ def _predict_saved(
     apply = jax.jit(loaded.model.apply)
     size = BATCH_SIZE if given.batch_size is None else given.batch_size
     check_eval_batch(size)
-    check_files(files)
-    found = []
-    for start in range(0, len(files), size):
-        inputs = loaded.preprocess(files[start : start + size])
+    names: Sequence[Path | str] = files
+    if loaded.model.inputs == "points":
+        sets = [loaded.preprocess(file) for file in files]
+        names = _set_names(files, sets)
+        batches = (x[i : i + size] for x in sets for i in range(0, len(x), size))
+    else:
+        check_files(files)
+        starts = range(0, len(files), size)
+        batches = (loaded.preprocess(files[i : i + size]) for i in starts)
+    found = [np.zeros((0, num_classes), np.float32)]
+    for inputs in batches:
         found.append(np.asarray(jax.nn.softmax(apply(loaded.variables, inputs))))
-    names = class_names_of(loaded.config) or range(num_classes)
+    class_names = class_names_of(loaded.config) or range(num_classes)
     probabilities = np.concatenate(found)
     warn_of_nan(probabilities)
-    return Predictions(probabilities, tuple(map(str, names)))
+    return Predictions(probabilities, tuple(map(str, class_names))), names
 
 
 def _predict(
@@ -233,15 +242,19 @@ def _predict(
         if run.data.kind == "images":
             check_files(files)
         return predict(files), files
-    # Every file may have another number of points.
-    found = [predict(file) for file in files]
-    names = [
+    # All are read before the first prediction. Each may have another number of points.
+    sets = [read_point_sets(file, run.data) for file in files]
+    probabilities = np.concatenate([predict(each).probabilities for each in sets])
+    return Predictions(probabilities, run.data.class_names), _set_names(files, sets)
+
+
+def _set_names(files: Sequence[Path], sets: Sequence[Any]) -> list[str]:
+    """Returns what to call each set of points of the files."""
+    return [
         f"{file}[{index}]"
-        for file, predictions in zip(files, found, strict=True)
-        for index in range(len(predictions.labels))
+        for file, points in zip(files, sets, strict=True)
+        for index in range(len(points))
     ]
-    probabilities = np.concatenate([each.probabilities for each in found])
-    return Predictions(probabilities, run.data.class_names), names
 
 
 def _split_paths(workdir: str | None, paths: list[str]) -> tuple[str, list[str]]:

@@ -29,8 +29,13 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         _, axes, channels = data["point_shape"]
         inputs = (
             f"Inputs are sets of points, float32 [n, points, {axes + channels}]: the "
-            f"position of {axes} axes, then {channels} features; NaN for padding."
+            f"position of {axes} axes, then {channels} features; NaN for padding. Sets "
+            "far from zero are moved towards it."
         )
+        prepare = [
+            f"# Arrays [points, {axes + channels}], or a file of numpy.savez.",
+            "inputs = pretrained.preprocess(points)",
+        ]
     if "mean" in data:
         stored = ", ".join(map(str, data["image_shape"]))
         prepare = [

@@ -71,21 +71,23 @@ class Pretrained:
         folder = None if self.folder is None else str(self.folder)
         return f"Pretrained({type(self.model).__name__}, {folder!r})"
 
-    def preprocess(self, images: Any) -> Float32[Array, "n height width channels"]:
-        """Converts images to the model's inputs, as the run's evaluation does.
+    def preprocess(self, inputs: Any) -> Float32[Array, "n ..."]:
+        """Converts images or sets of points to the model's inputs, as the run does.
 
         x -> (resize(crop(x) / 255) - mean) / std, with mean and std if the run
         standardised its images: `relattn.data.prepare_images`, whose inputs
         ``run.predict`` has too. For a converted model, mean, standard deviation,
-        interpolation and crop are those of its checkpoint's files. Needs the extra
-        ``train``.
+        interpolation and crop are those of its checkpoint's files. Sets of points are
+        read by `relattn.data.read_point_sets`. Needs the extra ``train``.
 
         Args:
-            images: An image or several, as for ``run.predict``: paths, Pillow images,
-                or arrays of integers from 0 to 255, ``[n, height, width, channels]``.
+            inputs: As for ``run.predict``: an image or several, as paths, Pillow
+                images, or arrays of integers from 0 to 255, ``[n, height, width,
+                channels]``; or sets of points.
 
         Returns:
-            float32 ``[n, *config["image_shape"]]``.
+            float32 ``[n, *config["image_shape"]]``, or ``[n, points, axes +
+            channels]``.
 
         Raises:
             ValueError: If ``config.json`` does not have the preprocessing, a converted
@@ -104,6 +106,13 @@ class Pretrained:
             >>> inputs.shape, inputs[0, 0, 0]
             ((1, 8, 8, 1), Array([1.], dtype=float32))
         """
+        if "point_shape" in self.config:
+            require_train("Pretrained.preprocess")
+            from relattn import data
+
+            shape = tuple(self.config["point_shape"])
+            info = data.PointInfo("", (), shape, num_train=0, origin="")
+            return jnp.asarray(data.read_point_sets(inputs, info))
         known = {"training", "preprocessing"} & set(self.config)
         if not known or "image_shape" not in self.config:
             raise ValueError(
@@ -121,9 +130,9 @@ class Pretrained:
             from relattn.data.user_images import prepare_squares
 
             options, shape = self.config["preprocessing"], self.config["image_shape"]
-            return prepare_squares(images, image_shape=shape, **options)
+            return prepare_squares(inputs, image_shape=shape, **options)
         data, info, config = data_options(self.config, "Pretrained.preprocess")
-        return data.prepare_images(images, config, info)
+        return data.prepare_images(inputs, config, info)
 
     def features(
         self,

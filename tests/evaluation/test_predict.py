@@ -13,6 +13,7 @@ from PIL import Image
 from relattn import load_pretrained
 from relattn.evaluation import predict as predict_lib
 from relattn.training.saved_run import load_text_run
+from tests.helpers.quick import normal
 from tests.training.test_initialize import PREPROCESSING, save
 
 MODEL = {"name": "vit", "dim": 6, "num_heads": 2, "num_layers": 1, "mlp_dim": 5}
@@ -84,6 +85,32 @@ def test_a_saved_model_of_nan_warns(tmp_path, photos, monkeypatch):
     monkeypatch.setattr(predict_lib, "load_pretrained", lambda *_, **__: broken)
     with pytest.warns(UserWarning, match="logits are NaN for 3 of 3 inputs, so it"):
         predict_lib.main([str(tmp_path / "vit"), str(photos)])
+
+
+def test_a_saved_model_of_points_predicts_files_of_them(tmp_path, capsys):
+    model = {**MODEL, "name": "point_transformer"}
+    config = {"model": model, "num_classes": 3, "point_shape": [5, 2, 1]}
+    folder = save(tmp_path / "saved", config, np.zeros((1, 5, 3), np.float32))
+    loaded, sets, names = load_pretrained(folder), [], []
+    for count, points in ((3, 4), (1, 6)):
+        near = np.float64(normal(points, count, points, 2))
+        file = tmp_path / f"{points}.npz"
+        # Far from zero, float32 would round them.
+        np.savez(file, positions=near + 1e3 * 2.0**20)
+        sets.append(np.dstack([near, np.ones((count, points))]))
+        np.testing.assert_allclose(loaded.preprocess(file), sets[-1], atol=1e-6)
+        names += [f"{file}[{index}]" for index in range(count)]
+    files = [str(tmp_path / "4.npz"), str(tmp_path / "6.npz")]
+    predict_lib.main([str(folder), *files, "--batch_size=2"])
+    _, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
+    assert [row[0] for row in rows] == names
+    logits = [loaded.model.apply(loaded.variables, np.float32(x)) for x in sets]
+    expected = jax.nn.softmax(np.concatenate(logits)).max(axis=-1)
+    np.testing.assert_allclose([float(row[3]) for row in rows], expected, atol=1e-5)
+    np.savez(files[1], positions=np.zeros((1, 4, 3)))
+    with pytest.raises(SystemExit, match="2"):
+        predict_lib.main([str(folder), *files])
+    assert f"{files[1]}: points have 3 axes and 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,9 @@ def test_a_saved_run_is_loaded(finished, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "pipeline_tag" not in card
     assert "float32 [n, points, 5]: the position of 3 axes, then 2 features" in card
+    assert "inputs = pretrained.preprocess(points)" in card
     loaded = load_pretrained(tmp_path)
+    np.testing.assert_array_equal(loaded.preprocess(points), points)
     plain = np.asarray(training.make_predict_fn(run)(points))
     found = jax.jit(loaded.model.apply)(loaded.variables, points)
     np.testing.assert_allclose(found, plain, rtol=0, atol=1e-5 * abs(plain).max())

@@ -1,8 +1,8 @@
 """Writes a trained run's report: one HTML page that needs no other file.
 
 ``relattn report --workdir=RUN`` writes ``RUN/report.html``. It has the results, the
-curves and the configuration; for images the confusion matrix, the accuracy of each
-class, the most confident errors and attention maps; for text a sample.
+curves and the configuration; for classes the confusion matrix and the accuracy of each;
+for images the most confident errors and attention maps; for text a sample.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from relattn import command
 from relattn.data import DataSource, load_data
+from relattn.data.base import ClassInfo
 from relattn.data.tokenizers import TOKENIZERS
 from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.evaluation.figures import plain
@@ -63,7 +64,7 @@ def report(
 
     Args:
         run: A trained run.
-        num_images: Number of test images to use, from the first; None for all.
+        num_images: Number of test examples to use, from the first; None for all.
         data: Its data set; None to load that of training, unless it was given in
             memory.
 
@@ -71,8 +72,8 @@ def report(
         An HTML page without links to other files.
 
     Raises:
-        ValueError: If ``num_images`` is less than 1 or the run is on text, the run is
-            on volumes or points, or the data cannot be loaded.
+        ValueError: If ``num_images`` is less than 1 or the run is on text, or the data
+            cannot be loaded.
         CheckpointError: If the data have other classes than those of training.
 
     Warns:
@@ -87,15 +88,8 @@ def report(
             f"num_images={shorten(num_images)} must be an integer of at least 1"
         )
     check_source(data)
-    undrawn = "points" if run.data.kind == "points" else ""
-    if run.data.kind == "images" and len(run.data.image_shape) != 3:
-        undrawn = "volumes"
-    if undrawn:
-        raise ValueError(
-            f"{run.workdir} was trained on {undrawn}, which a report cannot draw: read "
-            "its result.json and metrics.jsonl"
-        )
-    if run.data.kind != "images" and (num_images is not None or data is not None):
+    has_classes = isinstance(run.data, ClassInfo)
+    if not has_classes and (num_images is not None or data is not None):
         raise ValueError(
             f"num_images and data do not apply to {run.workdir}, a run on text: leave "
             "them out"
@@ -115,8 +109,8 @@ def report(
         _curves(rows),
     ]
     parts += (
-        _image_parts(run, num_images, data)
-        if run.data.kind == "images"
+        _class_parts(run, num_images, data)
+        if has_classes
         else [
             "<h2>A sample</h2>",
             f"<pre>{html.escape(_sample(run))}</pre>",
@@ -197,14 +191,14 @@ def _sample(run: Run) -> str:
     return str(run.generate("\n"))
 
 
-def _image_parts(
+def _class_parts(
     run: Run, num_images: int | None, data: DataSource | None
 ) -> list[str]:
-    """Returns the sections of a run on images."""
-    images, labels, probabilities = _predict_test(run, num_images, data)
+    """Returns the sections of a run with classes; volumes and points are not drawn."""
+    inputs, labels, probabilities = _predict_test(run, num_images, data)
     warn_of_nan(probabilities)
     # On one line, with the bytes of folders' names that are not UTF-8.
-    names = [printable(name) for name in require_kind(run, "images").class_names]
+    names = [printable(name) for name in run.data.labels]
     predicted = probabilities.argmax(axis=-1)
     # The largest of NaN would be the first class.
     defined = ~np.asarray(np.isnan(probabilities).any(axis=-1))
@@ -214,6 +208,18 @@ def _image_parts(
         (name, f"{100 * hits / max(total, 1):.1f}%" if total else "–", f"{total:,}")
         for name, hits, total in zip(names, right, totals, strict=True)
     ]
+    drawn = run.data.kind == "images" and inputs.ndim == 4
+    what = "images" if drawn else "examples"
+    parts = [
+        "<h2>Confusion matrix</h2>",
+        f"<p>{len(labels):,} test {what}, {100 * right.sum() / len(labels):.2f}% "
+        "of them classified correctly.</p>",
+        _confusions(counts, names),
+        "<h2>Accuracy of each class</h2>",
+        _table(("class", "accuracy", what), rows),
+    ]
+    if not drawn:
+        return parts
     wrong = np.flatnonzero(defined & (predicted != labels))
     # The most confident errors first.
     wrong = wrong[np.argsort(-probabilities[wrong].max(axis=-1), kind="stable")]
@@ -224,51 +230,46 @@ def _image_parts(
         for i in errors
     ]
     shown = [(predicted[i], defined[i]) for i in range(min(NUM_MAPS, len(labels)))]
-    parts = [
-        "<h2>Confusion matrix</h2>",
-        f"<p>{len(labels):,} test images, {100 * right.sum() / len(labels):.2f}% "
-        "of them classified correctly.</p>",
-        _confusions(counts, names),
-        "<h2>Accuracy of each class</h2>",
-        _table(("class", "accuracy", "images"), rows),
+    return [
+        *parts,
         "<h2>The most confident errors</h2>",
-        _gallery([images[i] for i in errors], captions, "Errors")
+        _gallery([inputs[i] for i in errors], captions, "Errors")
         if len(errors)
         else "<p>There are none.</p>",
         "<h2>Attention maps</h2>",
         _maps(
             run,
-            images[:NUM_MAPS],
+            inputs[:NUM_MAPS],
             [names[i] if known else "NaN" for i, known in shown],
         ),
     ]
-    return parts
 
 
 def _predict_test(
     run: Run, num_images: int | None, data: DataSource | None
 ) -> tuple[np.ndarray, np.ndarray, Float[np.ndarray, "n classes"]]:
-    """Returns test images to show, and labels and probabilities of all."""
+    """Returns test examples, their labels and their probabilities."""
     if data is None:
         require_data(run.given, run.data, run.workdir, REPORT_CALL)
         data = load_data(run.config.data)
     check_fits(run.data, data.info, run.workdir)
     split, batch_size = data.eval_splits["test"], run.config.eval_batch_size
     if not len(split):
-        raise ValueError("the test split is empty: a report needs test images")
+        raise ValueError("the test split is empty: a report needs test examples")
     wanted = min(num_images or len(split), len(split))
     predict = make_predict_fn(run)
-    images, labels, found = [], [], []
+    key = "points" if run.data.kind == "points" else "image"
+    inputs, labels, found = [], [], []
     for batch in split.batches(batch_size):
         left = wanted - sum(map(len, labels))
         if left <= 0:
             break
         real = np.flatnonzero(batch["weight"])[:left]
-        images.append(batch["image"][real])
+        inputs.append(batch[key][real])
         labels.append(batch["label"][real])
         logits = predict(run.preprocess(batch))
         found.append(np.asarray(jax.nn.softmax(logits))[real])
-    return np.concatenate(images), np.concatenate(labels), np.concatenate(found)
+    return np.concatenate(inputs), np.concatenate(labels), np.concatenate(found)
 
 
 def _confusions(counts: np.ndarray, names: Sequence[str]) -> str:
@@ -374,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--output", help="the page; by default WORKDIR/report.html")
     add("--checkpoint", default="best", help="best or latest")
     add("--seed", type=int, help="the seed, if there are several; by default the first")
-    add("--num_images", type=int, help="number of test images to use; by default all")
+    add("--num_images", type=int, help="number of test examples; by default all")
     given = parser.parse_args(argv)
     output = expand(given.workdir, "--workdir") / "report.html"
     if given.output is not None:

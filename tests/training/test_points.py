@@ -117,7 +117,9 @@ def test_a_run_predicts_points_in_every_form(finished, tmp_path, capsys):
         found = run.predict(given, batch_size=3)
         np.testing.assert_allclose(found.probabilities, expected, rtol=1e-4, atol=1e-6)
     assert found.class_names == ("a", "b", "c")
-    assert run.predict([]).probabilities.shape == (0, 3)
+    page = report(run, data=make_data())
+    assert f"11 test examples, {100 * accuracy:.2f}% of them" in page
+    assert page.count("<h2>") == 5 and run.predict([]).probabilities.shape == (0, 3)
     weights = run.attention_weights(arrays)
     assert weights.shape == (7, 2, 5, 5)
     np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-4)
@@ -172,9 +174,8 @@ def test_what_a_run_on_points_cannot_do_is_said(finished, capsys):
     )
     with pytest.raises(ValueError, match="points of 3 axes and 2 channels, but those"):
         run.evaluate(split)
-    for options in ({}, {"num_images": 5}):
-        with pytest.raises(ValueError, match="on points, which a report cannot draw"):
-            report(run, **options)
+    with pytest.raises(ValueError, match=r"in memory \('spreads'\), .*\.report\("):
+        report(run)
     with pytest.raises(ValueError, match="points: only runs on images can be shifted"):
         open_shift_runs([folder])
     with pytest.raises(ValueError, match="image_size=8 needs a run on images, but"):

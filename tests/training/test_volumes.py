@@ -37,7 +37,8 @@ def test_a_run_is_restored_and_predicts_volumes(finished):
     message = r"image 0 must be an array of uint8 of shape \[8, 28, 28, 1\]"
     with pytest.raises(ValueError, match=message):
         run.predict(data.test.images[:3, :, :14])
-    with pytest.raises(ValueError, match="volumes, which a report cannot draw"):
-        report(run)
+    page = report(run, data=data)
+    assert f"1,000 test examples, {100 * accuracy:.2f}% of them" in page
+    assert "<td>down right</td>" in page and "confident errors" not in page
     with pytest.raises(ValueError, match="volumes: only runs on images can be shifted"):
         open_shift_runs([folder])

@@ -149,6 +149,8 @@ def _inputs(
 ) -> Iterator[tuple[jax.Array, int]]:
     """Yields inputs of the model in batches of one size, and how many are a user's."""
     key, total, batches = _stored(run, inputs, batch_size)
+    if isinstance(run.model, models.PointTransformer):
+        batches = (_pad_points(batch, run.data) for batch in batches)
     batch_size = max(1, min(batch_size, total))
     with tqdm(
         total=total,
@@ -162,6 +164,16 @@ def _inputs(
             padding = [(0, batch_size - len(batch))] + [(0, 0)] * (batch.ndim - 1)
             yield run.preprocess({key: np.pad(batch, padding)}), len(batch)
             bar.update(len(batch))
+
+
+def _pad_points(points: np.ndarray, info: Any) -> np.ndarray:
+    """Adds up to a quarter of padding to sets of other sizes than in training.
+
+    So predictions of sets of many sizes, one after another, compile few programs.
+    """
+    n = points.shape[1]
+    missing = 0 if n == info.point_shape[0] else -n % 2 ** max(0, n.bit_length() - 3)
+    return np.pad(points, [(0, 0), (0, missing), (0, 0)], constant_values=np.nan)
 
 
 def _stored(

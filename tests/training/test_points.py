@@ -2,6 +2,7 @@
 
 import csv
 import io
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,9 +14,12 @@ from relattn.evaluation import predict as predict_command
 from relattn.evaluation.report import report
 from relattn.evaluation.sample import main as sample
 from relattn.evaluation.shift_runs import open_shift_runs
+from relattn.models import PointTransformer
 from relattn.models.pretrained import load_pretrained
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.config_file import read_config
+from relattn.training.predict import predict
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.interrupted import (
     Interrupted,
     final_state,
@@ -132,6 +136,28 @@ def test_a_run_predicts_points_in_every_form(finished, tmp_path, capsys):
     ]
     labels = [int(row["label"]) for row in rows]
     np.testing.assert_array_equal(labels, [*expected.argmax(axis=-1)] * 2)
+
+
+def test_predictions_of_sets_of_many_sizes_need_few_programs():
+    run = SimpleNamespace(
+        model=PointTransformer(2, 2),
+        data=data_lib.PointInfo("sets", ("a", "b"), (37, 2, 1), 9, ""),
+        preprocess=lambda batch: batch["points"],
+    )
+    lengths = []
+
+    def logits(points):
+        lengths.append(points.shape[1])
+        assert (~np.isnan(points).any(axis=-1)).sum() == len(lengths)
+        return np.zeros((len(points), 2), np.float32)
+
+    sizes = np.arange(1, 101)
+    with unchecked_annotations():
+        for size in sizes:
+            predict(run, logits, [np.ones((size, 3))], 4, progress=False)
+    assert (lengths >= sizes).all() and (lengths <= 1.25 * sizes).all()
+    # As in an evaluation on the data of training.
+    assert lengths[36] == 37 and len({*lengths}) < 25
 
 
 @pytest.mark.slow

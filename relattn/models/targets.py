@@ -121,6 +121,10 @@ def to_library(
         ValueError: If the library has no such model; the message has the options that
             differ.
     """
+    if len(config.get("image_shape", ())) > 3:
+        raise ValueError(
+            f"{library} has no model of volumes: export this model as stablehlo or onnx"
+        )
     options = _options(model)
     found = Model(options, config, variable_names.flatten(model, variables))
     known = [t for t in TARGETS[library] if isinstance(model, t.default)]
@@ -129,10 +133,6 @@ def to_library(
         raise ValueError(
             f"{library} has no {type(model).__name__}, only {' and '.join(names)}: "
             "export this model as stablehlo or onnx"
-        )
-    if len(config.get("image_shape", ())) > 3:
-        raise ValueError(
-            f"{library} has no model of volumes: export this model as stablehlo or onnx"
         )
     lists = [_differing(target, options) for target in known]
     # The first of those that differ least.

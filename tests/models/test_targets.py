@@ -219,8 +219,8 @@ def test_models_without_counterpart_are_refused_by_what_differs(
 
 
 def test_models_of_volumes_are_refused():
-    model, config, variables = make(VIT)
-    config = {**config, "image_shape": [2, 4, 4, 1]}
+    volumes = {**VIT, "image_shape": [2, 4, 4, 1]}
+    model, config, variables = make(volumes, patch_size=(1, 2, 2))
     with pytest.raises(ValueError, match="timm has no model of volumes: export"):
         to_library("timm", model, config, variables)
 

@@ -140,8 +140,8 @@ class GPT(nn.Module):
             segment_ids: For packed sequences: a token attends only to tokens of its
                 segment, a run of equal ids, shape ``[batch, n]``. An id that comes back
                 after another one starts a new segment. Absolute positions count on over
-                segments; so do rotary ones in linear attention, whose random features
-                depend on them.
+                segments; so do those of queries and keys, such as rotary ones and
+                ``fourier_mask``, in linear attention, whose features depend on them.
             deterministic: Whether dropout is off.
             index: In decoding, the position of the last token. ``tokens`` is that token
                 alone, which attends to the mutable collection ``cache``; or it is the

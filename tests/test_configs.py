@@ -212,7 +212,8 @@ def test_redraws_and_scales_are_arguments():
         default.redraw_every = 100
         default.model.position = config.model.position
     assert config.to_dict() == default.to_dict()
-    assert get_config("performer", "none,smoke,redraw=0").redraw_every == 0
+    assert get_config("performer", "none,smoke").redraw_every == 0
+    assert get_config("performer", "none,smoke,redraw=9").redraw_every == 9
 
 
 @pytest.mark.parametrize("name", ["alexnet", "vgg16", "resnet18", "linformer"])

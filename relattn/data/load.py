@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ def load_data(config: ConfigDict) -> DataSource:
             `load_text`, or "moving_digits", volumes (`make_moving_digits`), with
             ``num_validation`` and ``split_seed``. Sets of points have these two as
             well: "mnist_points" (`make_mnist_points`), and "points", a file
-            ``data_dir`` of arrays (`relattn.data.points.read_points`) with a ``name``.
+            ``data_dir`` of arrays (`relattn.data.points.read_points`).
             Images also have
 
             - ``image_size``: side of the model's inputs, or ``(height, width)``, by
@@ -179,7 +180,7 @@ def load_data(config: ConfigDict) -> DataSource:
     kind = "points" if source in ("points", "mnist_points") else kind
     make_mix(config.get("mix", "none"), kind)
     make_erase(config.get("erase", "none"), kind)
-    data = LOADERS[source](config)
+    data = LOADERS[source](_name_by_path(config))
     if not isinstance(data, DataSource):
         raise ValueError(
             f"the loader of data.source={source!r} returned {type(data).__name__}: "
@@ -196,7 +197,8 @@ def load_images(config: ConfigDict) -> ImageData:
     Args:
         config: Options of the data:
 
-            - ``name``: name of the set, for example "mnist";
+            - ``name``: name of the set, for example "mnist"; your own images are by
+              default named by their folder or file;
             - ``source``: "embedded" (the subsets that ship with the package, the
               default), "tfds" (full sets, prepared once), "folder"
               (``train/<class>/*.jpg``, and optionally ``validation`` and ``test``),
@@ -240,6 +242,7 @@ def load_images(config: ConfigDict) -> ImageData:
     """
     source = config.get("source", "embedded")
     check_choice("data.source", source, READERS)
+    config = _name_by_path(config)
     _check_name(config)
     _check_effect(config, in_memory=True)
     check_augmentation(config.get("augment", "none"))
@@ -272,6 +275,20 @@ def _make_images(config: ConfigDict, images: Images) -> ImageData:
     data = place_on_canvas(data, config) if config.get("placement", "") else data
     check_statistics(config, data.info)
     return data
+
+
+def _name_by_path(config: ConfigDict) -> ConfigDict:
+    """Names a user's own data by their folder or file, unless they have a name.
+
+    The name of a set of the package is that of a recipe, and not theirs.
+    """
+    data_dir = config.get("data_dir", "")
+    own = data_dir and config.get("source", "embedded") in NEEDED
+    if not own or config.get("name", "") not in ("", *SETS, *LOADERS):
+        return config
+    path = Path(os.path.abspath(expand(data_dir, "data.data_dir")))
+    name = path.name if path.is_dir() else path.stem
+    return ConfigDict({**config, "name": name})
 
 
 def _check_name(config: ConfigDict) -> None:

@@ -311,11 +311,15 @@ def test_options_without_effect_on_a_folder_are_refused(tmp_path):
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("L", (5, 5), 40 * index).save(folder / f"{index}.png")
     assert load(background="black").info.num_train == 2
+    # The name of a recipe's set is not that of one's own images.
+    names = {name: load(name=name).info.name for name in ("mine", "mnist", "")}
+    assert names == {"mine": "mine", "mnist": tmp_path.name, "": tmp_path.name}
     for option in ("num_workers", "short_side"):
         with pytest.raises(ValueError, match=f"data.{option}=7 has no effect"):
             load(**{option: 7})
     # Of another size: read during training.
     Image.new("L", (6, 5)).save(folder / "3.png")
-    assert load(num_workers=2, short_side=7).info.streamed
+    info = load(num_workers=2, short_side=7, name="mnist").info
+    assert info.streamed and info.name == tmp_path.name
     with pytest.raises(ValueError, match="data.canvas=9 has no effect"):
         load(canvas=9)

@@ -132,13 +132,14 @@ def test_splits_that_do_not_fit_raise():
 def test_a_file_of_arrays_is_read(tmp_path):
     arrays, file = make_arrays(), tmp_path / "mine.npz"
     stored = {f"train_{part}": array for part, array in arrays.items()}
-    config = {"source": "points", "name": "mine", "num_validation": 2}
+    config = {"source": "points", "name": "mnist_points", "num_validation": 2}
     config = ConfigDict(config | {"data_dir": str(file)})
     np.savez(file, test_positions=arrays["positions"], test_labels=LABELS, **stored)
     with pytest.raises(ValueError, match="of test are .5, 3, 1.,.* but those of train"):
         load_data(config)
     np.savez(file, class_names=np.array(["a", "b", "c"]), **stored)
     data = load_data(config)
+    assert data.info.name == "mine"
     assert data.info.class_names == ("a", "b", "c") and len(data.train) == 5
     whole = PointSplit.from_arrays(**arrays)
     sums = [np.nansum(split.points) for split in (data.train, data.test, whole)]

@@ -186,8 +186,8 @@ def _check_same_images(runs: Sequence[ShiftRun], max_shift: int, boundary: str) 
         check_boundary(boundary, run.info.streamed, str(run.workdir))
         if run.info.streamed or not isinstance(run.split, ImageSplit):
             raise ValueError(
-                f"the test images of {run.workdir} are no ImageSplit: a page needs "
-                "images in memory"
+                "a page needs images in memory, and the test images of "
+                f"{run.workdir} are not: leave out the run, or the page"
             )
         pairs = {
             "image_size": (run.image_size, first.image_size),

@@ -383,8 +383,8 @@ def _with_margin(split: StreamedSplit, size: int, margin: int) -> StreamedSplit:
     if size + 2 * margin > split.short_side:
         raise ValueError(
             f"max_shift={margin} needs crops of {size + 2 * margin} pixels, but the "
-            f"photographs have a short side of {split.short_side}: choose at most "
-            f"{(split.short_side - size) // 2}, or --boundary=circular"
+            f"photographs are resized to a short side of {split.short_side}: choose at "
+            f"most {(split.short_side - size) // 2}, or --boundary=circular"
         )
     return dataclasses.replace(split, margin=margin)
 

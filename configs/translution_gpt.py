@@ -133,7 +133,8 @@ def get_config(arguments: str = "") -> ConfigDict:
             "name": data,
             "source": "text",
             "data_dir": "",
-            "tokenizer": "bytes" if data == "tinyshakespeare" else "gpt2",
+            # Empty: that of the files in data_dir, or bytes.
+            "tokenizer": "" if data == "tinyshakespeare" else "gpt2",
             "bpe_dir": "",
             "context_length": int(length),
             "windows_per_epoch": 32000,
@@ -162,7 +163,8 @@ def get_config(arguments: str = "") -> ConfigDict:
 def _fit_cpu(config: ConfigDict) -> None:
     """Reduces a recipe to a small model and two CPU cores."""
     config.model.update(dim=128, num_layers=2, mlp_dim=512, num_heads=4)
-    config.data.tokenizer = "bytes"
+    if config.data.tokenizer:
+        config.data.tokenizer = "bytes"
     config.batch_size = 12
     config.eval_batch_size = 128
     config.num_epochs = 0
@@ -175,7 +177,7 @@ def _fit_cpu(config: ConfigDict) -> None:
 def _shrink(config: ConfigDict) -> None:
     """Reduces a recipe to a run of seconds."""
     config.model.update(dim=24, num_layers=2, mlp_dim=48, num_heads=3)
-    config.data.update(name="tinyshakespeare", tokenizer="bytes", context_length=32)
+    config.data.update(name="tinyshakespeare", tokenizer="", context_length=32)
     config.optimizer.learning_rate = 3e-3
     config.eval_batch_size = 256
     config.num_epochs = 0

@@ -552,7 +552,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--val_fraction",
         type=float,
-        help="fraction of the text that is held out for validation",
+        help="fraction of the text that is held out for validation, by default "
+        f"{FILE_VAL_FRACTION}, of OpenWebText {DOCUMENT_VAL_FRACTION}",
     )
     options = parser.parse_args(argv)
     output = check_folder(options.output, "--output")
@@ -596,8 +597,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         problem = describe_error(error)
         raise ValueError(f"the text was not prepared: {problem}") from error
-    counts = " and ".join(f"{n:,} in {name}" for name, n in meta.num_tokens.items())
-    print(printable(f"Tokens of {meta.tokenizer!r} in {options.output}: {counts}."))
+    counts = (f"{name} ({n:,} tokens)" for name, n in meta.num_tokens.items())
+    print(printable(f"Written to {options.output}: {', '.join(counts)}"))
 
 
 if __name__ == "__main__":

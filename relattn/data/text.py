@@ -395,7 +395,7 @@ def read_meta(folder: Path, tokenizer: str = "") -> TokenMeta:
     if tokenizer and meta.tokenizer != tokenizer:
         raise ValueError(
             f"data.tokenizer={tokenizer!r}, but {path} says {meta.tokenizer!r}: "
-            "prepare the text again, or leave data.tokenizer empty"
+            "set data.tokenizer to '' to use that one, or prepare the text again"
         )
     return meta
 

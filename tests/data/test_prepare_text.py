@@ -24,6 +24,7 @@ from relattn.data.prepare_text import (
 )
 from relattn.data.text import load_text, open_tokens, read_meta
 from relattn.data.tokenizers import find_tokenizer, load_tokenizer
+from relattn.training.config_file import read_config
 from tests.data.test_tokenizers import write_tokenizer
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
@@ -81,7 +82,7 @@ def test_a_test_text_of_its_own(tmp_path, capsys):
     (a, b) = write(tmp_path, a=TEXT, b="that is the question: nöt")
     arguments = [f"--input={a}", f"--test={b}", f"--output={tmp_path / 'out'}"]
     main([*arguments, "--tokenizer=bytes"])
-    assert f"and {len(b.read_bytes())} in test.bin" in capsys.readouterr().out
+    assert f"test.bin ({len(b.read_bytes())} tokens)" in capsys.readouterr().out
     *_, test = read_parts(tmp_path / "out")
     assert bytes(test) == b.read_bytes()
     config = ConfigDict({"data_dir": str(tmp_path / "out"), "context_length": 5})
@@ -149,7 +150,9 @@ def test_tinyshakespeare_has_the_token_counts_of_nanogpt(tmp_path, capsys):
     meta = read_meta(tmp_path / "out")
     # The counts in nanoGPT's data/shakespeare/readme.md.
     assert meta.num_tokens == {"train.bin": 301966, "val.bin": 36059}
-    assert "301,966 in train.bin and 36,059 in val.bin" in capsys.readouterr().out
+    assert (
+        "train.bin (301,966 tokens), val.bin (36,059 tokens)" in capsys.readouterr().out
+    )
     tokens = open_tokens(tmp_path / "out" / "val.bin", meta)
     decoded = load_tokenizer("gpt2", str(BPE)).decode(tokens)
     assert text.read_text("utf-8").endswith(decoded)
@@ -381,7 +384,7 @@ def test_texts_and_lines_of_json_are_joined_in_order(tmp_path, capsys):
     main([*arguments, f"--test={other}"])
     parts = [bytes(part).decode() for part in read_parts(tmp_path / "out")]
     assert parts == ["to beor notthat", "is", "is"]
-    assert "15 in train.bin" in capsys.readouterr().out
+    assert "train.bin (15 tokens)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -452,6 +455,9 @@ def test_a_file_of_a_tokenizer_is_copied_and_used(tmp_path, capsys):
     assert found.decode(train[:2]) == "b"
     config.tokenizer = str(file)
     assert load_text(config).info == data.info
+    words = [f"--config.data.data_dir={output}", "--config.data.context_length=2"]
+    recipe = read_config("translution_gpt:cpu", words).data
+    assert load_text(recipe).info.tokenizer == tokenizer.name
     config.tokenizer = "bytes"
     with pytest.raises(ValueError, match="data.tokenizer='bytes', but .* says 'hf:"):
         load_text(config)

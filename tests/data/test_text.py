@@ -333,7 +333,7 @@ def test_missing_meta_needs_the_tokenizer(tmp_path):
 
 def test_read_meta_of_another_tokenizer_raises(tmp_path):
     write_meta(tmp_path, BYTES)
-    message = r"data\.tokenizer='gpt2', but .*meta\.json says 'bytes': .*, or leave"
+    message = r"data\.tokenizer='gpt2', but .*meta\.json says 'bytes': set data"
     with pytest.raises(ValueError, match=message):
         read_meta(tmp_path, "gpt2")
 

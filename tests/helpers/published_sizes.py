@@ -72,7 +72,7 @@ def make_data(config, folder):
     """Makes noise with the shape, vocabulary and classes of a configuration's data."""
     rng, data = np.random.default_rng(0), config.data
     if data.source == "text":
-        vocab_size = TOKENIZERS[data.tokenizer].vocab_size
+        vocab_size = TOKENIZERS[data.tokenizer or "bytes"].vocab_size
         for part in ("train", "validation"):
             tokens = rng.integers(vocab_size, size=9 * data.context_length)
             write_tokens(folder / FILES[part], [tokens], vocab_size)

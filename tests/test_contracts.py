@@ -527,7 +527,7 @@ def test_single_precision_stays_single_where_double_is_enabled(mechanism):
     assert {x.dtype for x in jax.tree.leaves(shapes)} == {np.dtype(np.float32)}
 
 
-@pytest.mark.slow
+@pytest.mark.quick("linear, positive features", "causal linear, positive features")
 @every_mechanism
 def test_batch_may_be_empty(mechanism):
     inputs = mechanism.draw_inputs(0, HEADS)

@@ -112,7 +112,9 @@ def sum_causally(
         return x.reshape(*x.shape[:-2], parallel, size, x.shape[-1])
 
     def join(x):
-        return x if parallel == 1 else x.reshape(*x.shape[:-3], -1, x.shape[-1])
+        if parallel == 1:
+            return x
+        return x.reshape(*x.shape[:-3], parallel * size, x.shape[-1])
 
     def attend(phi_q, phi_k, v, before):
         phi_q, phi_k, v = chunks(phi_q), chunks(phi_k), chunks(v)

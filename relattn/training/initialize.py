@@ -41,8 +41,7 @@ def take_model(
 
     The size of the images, or the length of the texts and their tokenizer, are those of
     the model too, and so are mean, standard deviation, interpolation and crop of the
-    images, if its folder has them. Images remain those of the configuration if the
-    model's are not square.
+    images, if its folder has them.
 
     Args:
         config: Changed in place.
@@ -80,7 +79,8 @@ def take_model(
         sizes["context_length"] = source["context_length"]
         if tokenizer := _find_tokenizer(config, source):
             sizes["tokenizer"] = tokenizer
-    with config.unlocked():
+    # A size may be one side in the recipe, and two in the model.
+    with config.unlocked(), config.ignore_type():
         config.model = ConfigDict(values | changes)
         for key, value in sizes.items():
             if f"data.{key}" not in given:

@@ -512,7 +512,8 @@ def test_grey_patches_become_patches_of_three_equal_channels(tmp_path):
     folder = save(tmp_path, config, np.zeros((1, 8, 16, 1)))
     config = default_config()
     config.init_from = str(folder)
-    take_model(config, given=())
+    config.data.image_size = 28
+    take_model(config.lock(), given=())
     assert config.data.image_size == (8, 16)
     with config.ignore_type():
         config.data.image_size = 16

@@ -187,7 +187,7 @@ def commands():
         "command also takes these options:",
         _items(map(_option, common_options())),
     ]
-    for name, (module, function) in cli.COMMANDS.items():
+    for name, (module, function, _) in cli.COMMANDS.items():
         parser = find_parser(module, function, f"relattn {name}")
         parts += [f"## relattn {name}", *_describe(parser)]
     parts += ["## Programs of a clone"]

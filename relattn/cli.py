@@ -18,19 +18,36 @@ import relattn
 from relattn import command
 from relattn.messages import check_choice, printable
 
-# The module and function of each command. Some modules need the extra `train`.
+# The module and function of each command, and what it does. Some modules need the extra
+# `train`.
 COMMANDS = {
-    "train": ("relattn.cli", "train"),
-    "eval-shift": ("relattn.cli", "eval_shift"),
-    "predict": ("relattn.evaluation.predict", "main"),
-    "report": ("relattn.evaluation.report", "main"),
-    "sample": ("relattn.evaluation.sample", "main"),
-    "perplexity": ("relattn.evaluation.perplexity", "main"),
-    "convert": ("relattn.convert", "main"),
-    "export": ("relattn.export", "main"),
-    "prepare": ("relattn.data.prepare", "main"),
-    "prepare-text": ("relattn.data.prepare_text", "main"),
-    "config": ("relattn.cli", "show_config"),
+    "train": ("relattn.cli", "train", "trains a model"),
+    "eval-shift": (
+        "relattn.cli",
+        "eval_shift",
+        "measures accuracy on shifted test images",
+    ),
+    "predict": (
+        "relattn.evaluation.predict",
+        "main",
+        "writes a table of the classes of images",
+    ),
+    "report": ("relattn.evaluation.report", "main", "writes a page about a run"),
+    "sample": ("relattn.evaluation.sample", "main", "continues a text"),
+    "perplexity": (
+        "relattn.evaluation.perplexity",
+        "main",
+        "measures the perplexity on a text",
+    ),
+    "convert": ("relattn.convert", "main", "converts a checkpoint of another library"),
+    "export": ("relattn.export", "main", "writes a model for other libraries"),
+    "prepare": ("relattn.data.prepare", "main", "prepares a full image set"),
+    "prepare-text": (
+        "relattn.data.prepare_text",
+        "main",
+        "writes a text as tokens to train on",
+    ),
+    "config": ("relattn.cli", "show_config", "lists the configurations, or prints one"),
 }
 
 
@@ -43,16 +60,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     name, *options = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print(
-            f"usage: relattn {'|'.join(COMMANDS)} [--help] [--option=value ...]\n"
-            "       relattn --version"
-        )
+        print("usage: relattn COMMAND [--help] [--option=value ...], or --version\n")
+        for name, (*_, title) in COMMANDS.items():
+            print(f"  {name:<14}{title}")
         sys.exit(0)
     if name == "--version":
         print(f"relattn {relattn.__version__}")
         sys.exit(0)
     check_choice("command", name, COMMANDS)
-    module, function = COMMANDS[name]
+    module, function, _ = COMMANDS[name]
     # The programs take their name in the help from it.
     sys.argv = [f"relattn {name}", *options]
     getattr(importlib.import_module(module), function)(options)
@@ -79,7 +95,7 @@ def train(argv: Sequence[str] | None = None) -> None:
         "--config",
         required=True,
         help="the configuration: configs/X.py[:argument], or X[:argument] for one of "
-        "the package",
+        "the package, which `relattn config` lists",
     )
     add("--workdir", required=True, help="the run directory")
     add(

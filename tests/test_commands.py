@@ -279,6 +279,9 @@ def test_the_heap_is_kept_on_cpus_unless_the_user_tunes_it(
 def test_commands_explain_themselves(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pytest"])
     with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert re.search(rf"^  {name} +[a-z]", capsys.readouterr().out, re.M)
+    with pytest.raises(SystemExit, match="0"):
         cli.main([name, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: relattn {name} [-h]")
 

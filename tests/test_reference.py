@@ -71,7 +71,7 @@ def test_every_option_of_an_attention_is_described(reference):
 
 def test_every_option_of_every_command_is_described(reference):
     page = reference.commands()
-    for name, (module, function) in cli.COMMANDS.items():
+    for name, (module, function, _) in cli.COMMANDS.items():
         parser = reference.find_parser(module, function, f"relattn {name}")
         _, _, rest = page.partition(f"\n## relattn {name}\n")
         section = rest.partition("\n## ")[0]

@@ -262,9 +262,8 @@ def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
         where: The run's checkpoint, for the message.
 
     Raises:
-        CheckpointError: If anything differs except ``origin`` and the name of a text,
-            which may be that of its folder; statistics of images may differ by
-            rounding.
+        CheckpointError: If anything differs except the name, which may be that of the
+            folder, and ``origin``; statistics of images may differ by rounding.
     """
     check_labels(trained, data, where)
     before, now = dataclasses.asdict(trained), dataclasses.asdict(data)
@@ -274,15 +273,15 @@ def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
             return np.allclose(old, new, rtol=1e-4)
         return old == new
 
-    free = ("origin", "name") if data.kind == "tokens" else ("origin",)
-    differing = [
-        f"{name}: {old} there, {now.get(name, 'none')} now"
+    differing = {
+        name: f"{name}: {old} there, {now.get(name, 'none')} now"
         for name, old in before.items()
-        if name not in free and not is_same(name, old, now.get(name))
-    ]
-    if differing:
+        if name != "origin" and not is_same(name, old, now.get(name))
+    }
+    if differing.keys() - {"name"}:
+        found = "; ".join(differing.values())
         raise CheckpointError(
-            f"{where} was trained on other data ({'; '.join(differing)}), and nothing "
+            f"{where} was trained on other data ({found}), and nothing "
             "was changed: use the data it was trained on, or another --workdir"
         )
 

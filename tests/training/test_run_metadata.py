@@ -81,7 +81,7 @@ def test_data_that_changed_are_refused(config, tmp_path, one_device):
                 config, tmp_path, data=other, devices=one_device
             )
     assert sorted(tmp_path.rglob("*")) == before
-    moved = dataclasses.replace(data, origin="another folder")
+    moved = dataclasses.replace(data, name="moved", origin="another folder")
     training.train_and_evaluate(config, tmp_path, data=moved, devices=one_device)
 
 

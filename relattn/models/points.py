@@ -151,8 +151,9 @@ class PointTransformer(nn.Module):
                 f"key_mask has shape {key_mask.shape} and dtype {key_mask.dtype}, "
                 f"expected {points.shape[:2]} and bool, True for points that exist"
             )
-        # Padding could hold NaN, which a product with zero would keep.
-        points = jnp.where(key_mask[..., None], points, 0)
+        # Padding could hold NaN, which a product with zero would keep. jax2onnx would
+        # make the number 0 a double.
+        points = jnp.where(key_mask[..., None], points, jnp.zeros_like(points))
         positions, features = jnp.split(points, [self.num_axes], axis=-1)
         x = Linear(self.dim, dtype=self.dtype, name="embedding")(features)
         # num_layers times: x + attention(norm(x)), then x + MLP(norm(x)). Positions act

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SIZES = {"dim": 8, "num_heads": 2, "num_layers": 2, "mlp_dim": 11}
 IMAGES = {"num_classes": 3, "image_shape": [4, 6, 1]}
 TEXT = {"vocab_size": 11, "context_length": 6}
+POINTS = {"num_classes": 3, "point_shape": [5, 2, 1]}
 MODELS = [
     ({"name": "vit", "attention": "softmax", "position": "learned"}, IMAGES),
     ({"name": "vit", "attention": "favor", "scan_layers": False}, IMAGES),
@@ -27,6 +28,8 @@ MODELS = [
     ({"name": "vit", "attention": "hedgehog", "position": "rotary_values"}, IMAGES),
     ({"name": "gpt", "attention": "softmax", "position": "learned"}, TEXT),
     ({"name": "gpt", "attention": "softmax", "position": "rope1d"}, TEXT),
+    ({"name": "point_transformer", "attention": "softmax"}, POINTS),
+    ({"name": "point_transformer", "attention": "favor"}, POINTS),
 ]
 # jax2onnx fills arrays of fixed shapes only, and causal sums start from zeros.
 REFUSED = ({"name": "gpt", "attention": "favor", "position": "none"}, TEXT)

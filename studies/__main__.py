@@ -82,6 +82,10 @@ def run_study(
     study = PRESETS[preset]
     chosen = study.on(dataset) if dataset else study
     chosen = chosen.of(models) if models else chosen
+    for row in chosen.rows:
+        for config in row.runs.values():
+            # Raises before a folder is made.
+            check_config(read_config(config, overrides))
     asked = {(row.name, trained) for row in chosen.rows for trained in row.runs}
     output = usable_folder(output, "--output")
     _check_results(output / "results.json", preset)
@@ -143,13 +147,11 @@ def _group(
 ) -> list[Training]:
     """Makes the trainings of all seeds of a run."""
     config, group = row.runs[trained], []
-    given = read_config(config, overrides)
-    # Raises before anything is trained.
-    check_config(given)
+    first = read_config(config, overrides).seed
     words = [row.name, *filter(None, [trained])]
     for done in range(0, seeds, together or seeds):
         num_seeds = min(together or seeds, seeds - done)
-        seed = given.seed + done
+        seed = first + done
         named = [seed] if num_seeds == 1 else [seed, seed + num_seeds - 1]
         training = Training(
             label=", ".join(words),

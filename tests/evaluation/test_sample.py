@@ -32,7 +32,9 @@ def workdir(tmp_path_factory):
         config.num_steps = 3
         config.progress = False
         config.model.update(dim=6, num_heads=2, num_layers=1, mlp_dim=7)
-        config.data.update(data_dir=str(folder), name="", context_length=13)
+        config.data.update(
+            data_dir=str(folder), name="", tokenizer="bytes", context_length=13
+        )
         config.eval_batch_size = 16
     folder = tmp_path_factory.mktemp("run")
     training.train_and_evaluate(config, folder, devices=jax.local_devices()[:1])

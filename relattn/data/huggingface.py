@@ -210,9 +210,11 @@ def _convert(content: bytes, mode: str | None, where: str) -> bytes:
     with open_image(io.BytesIO(content), where, HINT) as image:
         if image.mode == mode:
             return content
-        image = decode_image(image, where, HINT)
+        image = decode_image(image, where, HINT, background=None)
     file = io.BytesIO()
-    image.convert(mode).save(file, "BMP")
+    # Transparent pixels remain: they get the background of the configuration.
+    mode += "A" * (image.mode == "RGBA")
+    image.convert(mode).save(file, "PNG", compress_level=0, icc_profile=None)
     return file.getvalue()
 
 

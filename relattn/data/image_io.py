@@ -123,7 +123,11 @@ def _check_file_size(source: Path | io.BytesIO, where: str, hint: str) -> None:
 
 
 def decode_image(
-    image: Image.Image, where: str, hint: str = "", *, background: str = "white"
+    image: Image.Image,
+    where: str,
+    hint: str = "",
+    *,
+    background: str | None = "white",
 ) -> Image.Image:
     """Decodes the pixels of an image, or the first frame, as a viewer shows them.
 
@@ -134,10 +138,12 @@ def decode_image(
         image: Result of `open_image`, or any Pillow image.
         where: Name of the image in the error message.
         hint: Fix at the end of the error message.
-        background: Colour behind transparent pixels, a name or ``"#rrggbb"``.
+        background: Colour behind transparent pixels, a name or ``"#rrggbb"``; None to
+            keep them.
 
     Returns:
-        The image in memory, of mode "L" if it is grey, else "RGB".
+        The image in memory, of mode "L" if it is grey, else "RGB", or "RGBA" if it
+        keeps transparent pixels.
 
     Raises:
         UnreadableImageError: If it is damaged, or its range of values is not known.
@@ -242,8 +248,8 @@ def _narrow(image: Image.Image) -> Image.Image:
     return narrow
 
 
-def _flatten(image: Image.Image, grey: bool, background: str) -> Image.Image:
-    """Composites transparent pixels on the background; returns mode "L" or "RGB"."""
+def _flatten(image: Image.Image, grey: bool, background: str | None) -> Image.Image:
+    """Composites transparent pixels on the background, if there is one."""
     if image.mode == "La":
         # Pillow converts it to nothing else.
         image = image.convert("LA")
@@ -252,6 +258,8 @@ def _flatten(image: Image.Image, grey: bool, background: str) -> Image.Image:
         or "transparency" in image.info
         or (image.palette is not None and image.palette.mode == "RGBA")
     ):
+        if background is None:
+            return image.convert("RGBA")
         red, green, blue = ImageColor.getrgb(background)[:3]
         grey &= red == green == blue
         canvas = Image.new("RGBA", image.size, (red, green, blue))

@@ -108,7 +108,13 @@ def test_shuffled_rows_keep_their_labels(tmp_path, make):
 
 
 @pytest.mark.parametrize(
-    "mode, stored, expected", [("L", "RGB", [18]), ("RGB", "L", [60, 60, 60])]
+    "mode, stored, expected",
+    [
+        ("L", "RGB", [18]),
+        ("RGB", "L", [60, 60, 60]),
+        ("L", "RGBA", [0]),
+        ("RGB", "LA", [0, 0, 0]),
+    ],
 )
 def test_images_have_the_mode_of_their_column(
     tmp_path, datasets, make, mode, stored, expected
@@ -120,7 +126,8 @@ def test_images_have_the_mode_of_their_column(
     rows = {"image": [image, image], "label": [0, 1]}
     found = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
     found.save_to_disk(tmp_path / "a")
-    images = load_images(options(tmp_path / "a")).train.images
+    # Images with an alpha channel are transparent.
+    images = load_images(options(tmp_path / "a", background="black")).train.images
     assert images[:, 0, 0].tolist() == [expected, expected]
 
 

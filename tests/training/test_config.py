@@ -203,3 +203,10 @@ def test_a_run_of_before_an_option_of_images_has_its_default():
     assert not differences(before, now)
     now["data"]["augment"] = "rotate"
     assert differences(before, now) == ["data.augment: 'none' there, 'rotate' now"]
+
+
+def test_an_empty_tokenizer_may_be_that_of_a_run():
+    before, now = ({"data": {"tokenizer": name}} for name in ("bytes", ""))
+    assert not differences(before, now) and not differences(now, before)
+    now["data"]["tokenizer"] = "gpt2"
+    assert differences(before, now) == ["data.tokenizer: 'bytes' there, 'gpt2' now"]

@@ -387,7 +387,8 @@ def read_meta(folder: Path, tokenizer: str = "") -> TokenMeta:
     if not path.is_file():
         if not tokenizer:
             raise ValueError(
-                f"{path} is missing: set data.tokenizer to the one that encoded the "
+                f"{path} is missing: write it and the tokens with `relattn "
+                "prepare-text`, or set data.tokenizer to the one that encoded the "
                 f"files ({', '.join(map(repr, TOKENIZERS))}, or a tokenizer.json)"
             )
         return TokenMeta(tokenizer, known[tokenizer])

@@ -324,7 +324,7 @@ def test_meta_round_trips(tmp_path):
 
 def test_missing_meta_needs_the_tokenizer(tmp_path):
     assert read_meta(tmp_path, "gpt2") == TokenMeta("gpt2", 50257)
-    message = r"meta\.json is missing: set data\.tokenizer to the one .*'bytes', 'gpt2'"
+    message = r"meta\.json is missing: write .*prepare-text`, or set .*'bytes', 'gpt2'"
     with pytest.raises(ValueError, match=message):
         read_meta(tmp_path)
     with pytest.raises(ValueError, match="^unknown data.tokenizer 'char': available"):

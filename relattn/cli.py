@@ -30,7 +30,7 @@ COMMANDS = {
     "predict": (
         "relattn.evaluation.predict",
         "main",
-        "writes a table of the classes of images",
+        "writes a table of predicted classes",
     ),
     "report": ("relattn.evaluation.report", "main", "writes a page about a run"),
     "sample": ("relattn.evaluation.sample", "main", "continues a text"),

@@ -190,14 +190,14 @@ def _check_same_images(runs: Sequence[ShiftRun], max_shift: int, boundary: str) 
                 f"{run.workdir} are not: leave out the run, or the page"
             )
         pairs = {
-            "image_size": (run.image_size, first.image_size),
-            "name": (run.dataset, first.dataset),
+            "image size": (run.image_size, first.image_size),
+            "data set": (run.dataset, first.dataset),
         }
         for key, (here, there) in pairs.items():
             if here != there:
                 raise ValueError(
-                    f"{run.workdir} has config.data.{key}={here!r}, {first.workdir} "
-                    f"has {there!r}: a page needs runs on the same images"
+                    f"{run.workdir} has the {key} {here!r}, {first.workdir} has "
+                    f"{there!r}: a page needs runs on the same images"
                 )
     check_shift(max_shift, "xy", first.image_size)
 

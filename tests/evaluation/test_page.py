@@ -104,8 +104,8 @@ def test_runs_that_do_not_fit_together_raise(invariant):
 @pytest.mark.parametrize(
     ("size", "change", "message"),
     [
-        (32, {}, r"image_size=\(32, 32\), .* has \(16, 20\): a page needs"),
-        ((HEIGHT, WIDTH), {"dataset": "mnist"}, "name='mnist', .* has 'fashion_mnist'"),
+        (32, {}, r"image size \(32, 32\), .* has \(16, 20\): a page needs"),
+        ((HEIGHT, WIDTH), {"dataset": "mnist"}, "set 'mnist', .* has 'fashion_mnist'"),
     ],
 )
 def test_a_run_on_other_images_raises(size, change, message, invariant):

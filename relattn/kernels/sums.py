@@ -144,13 +144,13 @@ def attend_pairs(
     weights = product(phi_q, phi_k)
     numerator = einsum("...nm,...me->...ne", weights, v)
     normalizer = jnp.sum(weights, axis=-1, keepdims=True)
-    sums = broadcast_batch(numerator, normalizer)
+    numerator, normalizer = broadcast_batch(numerator, normalizer)
     # sum_j sum_f |phi(q_i)_f| |phi(k_j)_f|, for the guard.
     magnitudes = None
     if keys.values is not None:
         phi_q, phi_k = jax.lax.stop_gradient((jnp.abs(phi_q), jnp.abs(phi_k)))
         magnitudes = jnp.sum(product(phi_q, phi_k), axis=-1, keepdims=True)
-    return divide_sums(tuple(sums), magnitudes, v.dtype)
+    return divide_sums((numerator, normalizer), magnitudes, v.dtype)
 
 
 def check_causal(features: Any) -> None:

@@ -6,7 +6,6 @@ import functools
 import operator
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import check_arguments
@@ -69,4 +68,4 @@ def zero_prefix(
 ) -> Float[Array, "*batch n width"]:
     """Sets the rows of prefix tokens to zero."""
     # jax2onnx makes float64 of an integer 0.
-    return jnp.where(np.arange(x.shape[-2])[:, None] < num_prefix, 0.0, x)
+    return jnp.where(jnp.arange(x.shape[-2])[:, None] < num_prefix, 0.0, x)

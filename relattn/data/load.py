@@ -180,7 +180,7 @@ def load_data(config: ConfigDict) -> DataSource:
     kind = "points" if source in ("points", "mnist_points") else kind
     make_mix(config.get("mix", "none"), kind)
     make_erase(config.get("erase", "none"), kind)
-    data = LOADERS[source](_name_by_path(config))
+    data = LOADERS[source](config)
     if not isinstance(data, DataSource):
         raise ValueError(
             f"the loader of data.source={source!r} returned {type(data).__name__}: "
@@ -242,8 +242,7 @@ def load_images(config: ConfigDict) -> ImageData:
     """
     source = config.get("source", "embedded")
     check_choice("data.source", source, READERS)
-    config = _name_by_path(config)
-    _check_name(config)
+    config = _with_name(config)
     _check_effect(config, in_memory=True)
     check_augmentation(config.get("augment", "none"))
     return _make_images(config, READERS[source](config))
@@ -277,7 +276,7 @@ def _make_images(config: ConfigDict, images: Images) -> ImageData:
     return data
 
 
-def _name_by_path(config: ConfigDict) -> ConfigDict:
+def _with_name(config: ConfigDict) -> ConfigDict:
     """Names a user's own data by their folder or file, unless they have a name.
 
     The name of a set of the package is that of a recipe, and not theirs.
@@ -285,6 +284,7 @@ def _name_by_path(config: ConfigDict) -> ConfigDict:
     data_dir = config.get("data_dir", "")
     own = data_dir and config.get("source", "embedded") in NEEDED
     if not own or config.get("name", "") not in ("", *SETS, *LOADERS):
+        _check_name(config)
         return config
     path = Path(os.path.abspath(expand(data_dir, "data.data_dir")))
     name = path.name if path.is_dir() else path.stem
@@ -412,7 +412,7 @@ def _reading(config: ConfigDict) -> dict[str, Any]:
 
 def _load_listed(config: ConfigDict) -> DataSource:
     """Loads listed images, or opens photographs of any size for streaming."""
-    _check_name(config)
+    config = _with_name(config)
     _check_effect(config, in_memory=False)
     reading = _reading(config)
     listed = _list_images(config)
@@ -458,7 +458,7 @@ def _load_mnist_points(config: ConfigDict) -> DataSource:
 
 def _load_points(config: ConfigDict) -> DataSource:
     """Reads a file of sets of points."""
-    _check_name(config)
+    config = _with_name(config)
     _check_known(config, _POINT_OPTIONS)
     return read_points(
         _path(config),

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from PIL import Image, ImageOps
 
 from relattn.data.array_hints import images_hint
+from relattn.data.arrays import open_arrays
 from relattn.data.base import ImageInfo
 from relattn.data.image_io import decode_image, open_image
 from relattn.data.image_transforms import resized_center_crop
@@ -27,6 +28,7 @@ from relattn.data.preprocess import (
 )
 from relattn.messages import check_choice, shorten
 
+ARRAY_FILE = ".npz"
 UserImage = str | os.PathLike | Image.Image | np.ndarray
 
 
@@ -203,11 +205,13 @@ def as_sequence(
     Args:
         images: A path, a Pillow image, a list or an array of these or of arrays, or an
             array of one image or more: ``[n, height, width, channels]``, where grey
-            images may lack the last axis.
+            images may lack the last axis. Or the path of an ``.npz`` file, which
+            `numpy.savez` wrote, with such an array called ``images``.
         image_shape: Height, width and channels of an image as the model was trained on;
             for volumes frames before them.
 
     Raises:
+        FileNotFoundError: If an ``.npz`` file is missing.
         ValueError: If it is none of these, or an array has too few or too many axes, or
             is one image in colour for a model of grey images.
 
@@ -215,6 +219,8 @@ def as_sequence(
         >>> len(as_sequence(np.zeros((28, 28), np.uint8), (28, 28, 1)))
         1
     """
+    if is_array_file(images):
+        return _read_array_file(Path(images), image_shape)
     if isinstance(images, str | os.PathLike | Image.Image):
         return [images]
     if isinstance(images, list | tuple):
@@ -246,6 +252,32 @@ def as_sequence(
             f"[{shape}"
         )
     return array[None] if array.ndim == axes + 1 else array
+
+
+def is_array_file(images: Any) -> bool:
+    """Returns whether it is the path of a file of arrays, by its suffix.
+
+    Example:
+        >>> is_array_file("a.npz"), is_array_file("a.png")
+        (True, False)
+    """
+    is_path = isinstance(images, str | os.PathLike)
+    return is_path and Path(images).suffix.lower() == ARRAY_FILE
+
+
+def _read_array_file(
+    file: Path, image_shape: Sequence[int]
+) -> Sequence[UserImage] | np.ndarray:
+    arrays, listed = open_arrays(file, {"images"}, "pass a file of numpy.savez")
+    if not arrays:
+        raise ValueError(
+            f"{file} has no array images, only {listed or 'none'}: name the array "
+            "images"
+        )
+    try:
+        return as_sequence(arrays["images"], image_shape)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _read(

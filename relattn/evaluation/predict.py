@@ -1,9 +1,10 @@
 """Predicts the classes of images or sets of points with a trained model, as CSV.
 
 ``relattn predict RUN a.jpg photos`` prints a row for each image: the file, its most
-likely class, the label and the probability. For a run on points,
-``relattn predict RUN a.npz`` prints a row for each set of the file's ``positions``,
-``features`` and ``mask``, named ``a.npz[0]`` and so on. ``python -m
+likely class, the label and the probability. ``relattn predict RUN a.npz`` prints a row
+for each image or volume of the array ``images`` of the file, named ``a.npz[0]`` and so
+on, or, for a run on points, for each set of its ``positions``, ``features`` and
+``mask``. ``python -m
 relattn.evaluation.predict`` is the same program; the run and the files may also be
 named, by ``--workdir=RUN --input a.jpg photos``. RUN may also be a saved or converted
 model; without names, its classes are called by their numbers.
@@ -28,11 +29,12 @@ from relattn.data import read_point_sets
 from relattn.data.base import ClassInfo, check_eval_batch
 from relattn.data.folder import KINDS
 from relattn.data.image_list import check_files
+from relattn.data.user_images import UserImage, as_sequence, is_array_file
 from relattn.files import expand, replace_file, usable_file
 from relattn.messages import check_choice, printable
 from relattn.models.pretrained import class_names_of, load_pretrained
 from relattn.training import Run, load_run
-from relattn.training.predict import Predictions, warn_of_nan
+from relattn.training.predict import Predictions, require_kind, warn_of_nan
 from relattn.training.saved_run import is_saved_model
 
 COLUMNS = ("file", "class", "label", "probability")
@@ -75,13 +77,13 @@ def image_files(given: str) -> list[Path]:
 
 
 def to_csv(
-    predictions: Predictions, files: Sequence[Path | str], *, every: bool, top: int = 1
+    predictions: Predictions, names: Sequence[str], *, every: bool, top: int = 1
 ) -> str:
     """Returns a table with a row for each example.
 
     Args:
         predictions: The class probabilities of the examples.
-        files: What to call them: the image files.
+        names: What to call them.
         every: Whether to add a column for the probability of every class.
         top: Number of the most likely classes, each with its label and probability.
 
@@ -95,27 +97,27 @@ def to_csv(
         >>> import numpy as np
         >>> probabilities = np.float32([[0.25, 0.75]])
         >>> found = Predictions(probabilities, ("cat", "dog"))
-        >>> print(to_csv(found, [Path("a.png")], every=False), end="")
+        >>> print(to_csv(found, ["a.png"], every=False), end="")
         file,class,label,probability
         a.png,dog,1,0.750000
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    names = predictions.class_names
-    check_top(top, len(names))
+    class_names = predictions.class_names
+    check_top(top, len(class_names))
     header = [*COLUMNS]
     for rank in range(2, top + 1):
         header += [f"{column} {rank}" for column in COLUMNS[1:]]
-    header += [f"probability of {name}" for name in names] if every else []
+    header += [f"probability of {name}" for name in class_names] if every else []
     writer.writerow(header)
     # Of equal probabilities the first, as in `Predictions.labels`.
     order = np.argsort(-predictions.probabilities, axis=-1, kind="stable")[:, :top]
-    for file, labels, values in zip(
-        files, order, predictions.probabilities, strict=True
+    for name, labels, values in zip(
+        names, order, predictions.probabilities, strict=True
     ):
-        row = [file]
+        row = [name]
         for label in labels:
-            row += [names[label], label, f"{values[label]:.6f}"]
+            row += [class_names[label], label, f"{values[label]:.6f}"]
         writer.writerow(row + [f"{value:.6f}" for value in values] * every)
     return text.getvalue()
 
@@ -149,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[],
         metavar="PATH",
         help="the run directory, and image files or folders of them, or .npz files of "
-        "sets of points",
+        "images, volumes or sets of points",
     )
     add("--workdir", help="the run directory, as an option")
     inputs = {"default": [], "nargs": "+", "action": "extend"}
@@ -200,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _predict_saved(
     folder: str, files: Sequence[Path], given: argparse.Namespace
-) -> tuple[Predictions, Sequence[Path | str]]:
+) -> tuple[Predictions, Sequence[str]]:
     """Returns what `_predict` does, of a saved model."""
     check_choice("checkpoint", given.checkpoint, ("best", "latest"))
     if given.draws not in (None, 1):
@@ -215,15 +217,15 @@ def _predict_saved(
     apply = jax.jit(loaded.model.apply)
     size = BATCH_SIZE if given.batch_size is None else given.batch_size
     check_eval_batch(size)
-    names: Sequence[Path | str] = files
     if loaded.model.inputs == "points":
         sets = [loaded.preprocess(file) for file in files]
         names = _set_names(files, sets)
         batches = (x[i : i + size] for x in sets for i in range(0, len(x), size))
     else:
-        check_files(files)
-        starts = range(0, len(files), size)
-        batches = (loaded.preprocess(files[i : i + size]) for i in starts)
+        # Without a shape, `preprocess` says what is missing.
+        images, names = _read_images(files, loaded.config.get("image_shape", (1, 1, 1)))
+        starts = range(0, len(images), size)
+        batches = (loaded.preprocess(images[i : i + size]) for i in starts)
     found = [np.zeros((0, num_classes), np.float32)]
     for inputs in batches:
         found.append(np.asarray(jax.nn.softmax(apply(loaded.variables, inputs))))
@@ -235,17 +237,33 @@ def _predict_saved(
 
 def _predict(
     run: Run, files: Sequence[Path], batch_size: int | None, draws: int | None
-) -> tuple[Predictions, Sequence[Path | str]]:
+) -> tuple[Predictions, Sequence[str]]:
     """Returns the predictions for the examples of files, and what to call each."""
     predict = functools.partial(run.predict, batch_size=batch_size, draws=draws)
     if run.data.kind != "points":
-        if run.data.kind == "images":
-            check_files(files)
-        return predict(files), files
+        images, names = _read_images(files, require_kind(run, "images").image_shape)
+        return predict(images), names
     # All are read before the first prediction. Each may have another number of points.
     sets = [read_point_sets(file, run.data) for file in files]
     probabilities = np.concatenate([predict(each).probabilities for each in sets])
     return Predictions(probabilities, run.data.class_names), _set_names(files, sets)
+
+
+def _read_images(
+    files: Sequence[Path], image_shape: Sequence[int]
+) -> tuple[list[UserImage], list[str]]:
+    """Returns image files and the images of files of arrays, and what to call each."""
+    check_files([file for file in files if not is_array_file(file)])
+    images: list[UserImage] = []
+    names = []
+    for file in files:
+        found = as_sequence(file, image_shape)
+        images.extend(found)
+        if is_array_file(file):
+            names += [f"{file}[{index}]" for index in range(len(found))]
+        else:
+            names.append(str(file))
+    return images, names
 
 
 def _set_names(files: Sequence[Path], sets: Sequence[Any]) -> list[str]:

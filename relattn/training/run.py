@@ -126,7 +126,8 @@ class Run:
         Args:
             inputs: An image or several: paths of JPEG, PNG, WebP, BMP, GIF or TIFF
                 files, Pillow images, or arrays of integers from 0 to 255, ``[n, height,
-                width, channels]``. All are prepared as in evaluation, see
+                width, channels]``; or the path of an ``.npz`` file with such an array
+                called ``images``. All are prepared as in evaluation, see
                 `relattn.data.prepare_images`: a run on photographs crops the centre of
                 every image; for another, an image of the stored size is taken
                 unchanged. For a run on points, sets of points, of any number of points:

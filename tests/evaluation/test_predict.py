@@ -52,6 +52,13 @@ def test_a_converted_model_predicts_as_it_prepares_images(tmp_path, photos, caps
     assert [row[1] for row in rows] == [row[2] for row in rows] == labels
     found = np.array([row[4:] for row in rows], np.float32)
     np.testing.assert_allclose(found, expected, atol=2e-6)
+    arrays = tmp_path / "photos.npz"
+    np.savez(arrays, images=[np.asarray(Image.open(files[0]))] * 3)
+    predict_lib.main([str(folder), str(arrays), "--probabilities", "--batch_size=2"])
+    _, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
+    assert [row[0] for row in rows] == [f"{arrays}[{n}]" for n in range(3)]
+    same = np.array([row[4:] for row in rows], np.float32)
+    np.testing.assert_allclose(same, [found[0]] * 3, atol=2e-6)
     # All are named before any is predicted.
     for name in ("a.png", "b.png"):
         (photos / name).touch()

@@ -211,8 +211,19 @@ def test_command_takes_the_run_and_the_images_without_options(
     ):
         predict_lib.main([*words, f"--output={output}"])
         assert output.read_text() == out
-    assert loaded == [str(workdir)] * 4
+    # A file of arrays among them: the same images, with names of their own.
+    arrays = str(tmp_path / "both.npz")
+    np.savez(arrays, images=images)
+    predict_lib.main([str(workdir), first, arrays, "--top=3"])
+    _, single, *both = csv.reader(io.StringIO(capsys.readouterr().out))
+    assert single == rows[0]
+    assert both == [[f"{arrays}[{index}]", *row[1:]] for index, row in enumerate(rows)]
+    assert loaded == [str(workdir)] * 5
+    unnamed = str(tmp_path / "unnamed.npz")
+    np.savez(unnamed, pixels=images)
     for words, message in (
+        ([str(workdir), unnamed], "has no array images, only pixels: name the array"),
+        ([str(workdir), "/missing.npz"], "missing.npz is missing"),
         ([str(workdir)], "the images are missing: pass files or folders after the run"),
         ([], "the run and the images are missing: pass them, as in relattn predict"),
         ([str(workdir), first, "--top=4"], "--top=4 must be from 1 to 3, the classes"),

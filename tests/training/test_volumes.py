@@ -27,13 +27,17 @@ def test_smoke_configuration_learns_the_direction_of_motion(finished):
 
 
 @pytest.mark.slow
-def test_a_run_is_restored_and_predicts_volumes(finished):
+def test_a_run_is_restored_and_predicts_volumes(finished, tmp_path):
     data, folder, metrics = finished
     run = training.load_run(folder)
     found = run.predict(data.test.images)
     assert found.class_names[:2] == ("right", "down right")
     accuracy = (found.labels == data.test.labels).mean()
     np.testing.assert_allclose(accuracy, metrics["test_accuracy"], atol=0.003)
+    file = tmp_path / "volumes.npz"
+    np.savez(file, images=data.test.images[:3, ..., 0])
+    first = run.predict(str(file)).probabilities
+    np.testing.assert_allclose(first, found.probabilities[:3], atol=1e-5)
     message = r"image 0 must be an array of uint8 of shape \[8, 28, 28, 1\]"
     with pytest.raises(ValueError, match=message):
         run.predict(data.test.images[:3, :, :14])

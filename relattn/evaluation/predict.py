@@ -34,7 +34,7 @@ from relattn.files import expand, replace_file, usable_file
 from relattn.messages import check_choice, printable
 from relattn.models.pretrained import class_names_of, load_pretrained
 from relattn.training import Run, load_run
-from relattn.training.predict import Predictions, require_kind, warn_of_nan
+from relattn.training.predict import Predictions, pad_points, require_kind, warn_of_nan
 from relattn.training.saved_run import is_saved_model
 
 COLUMNS = ("file", "class", "label", "probability")
@@ -220,6 +220,7 @@ def _predict_saved(
     if loaded.model.inputs == "points":
         sets = [loaded.preprocess(file) for file in files]
         names = _set_names(files, sets)
+        sets = [pad_points(each, loaded.config["point_shape"]) for each in sets]
         batches = (x[i : i + size] for x in sets for i in range(0, len(x), size))
     else:
         # Without a shape, `preprocess` says what is missing.

@@ -149,8 +149,11 @@ def _inputs(
 ) -> Iterator[tuple[jax.Array, int]]:
     """Yields inputs of the model in batches of one size, and how many are a user's."""
     key, total, batches = _stored(run, inputs, batch_size)
-    if isinstance(run.model, models.PointTransformer):
-        batches = (_pad_points(batch, run.data) for batch in batches)
+    if isinstance(run.data, PointInfo) and isinstance(
+        run.model, models.PointTransformer
+    ):
+        point_shape = run.data.point_shape
+        batches = (pad_points(batch, point_shape) for batch in batches)
     batch_size = max(1, min(batch_size, total))
     with tqdm(
         total=total,
@@ -166,13 +169,23 @@ def _inputs(
             bar.update(len(batch))
 
 
-def _pad_points(points: np.ndarray, info: Any) -> np.ndarray:
+def pad_points(
+    points: Float[Any, "n points columns"], point_shape: Sequence[int]
+) -> Float[np.ndarray, "n padded columns"]:
     """Adds up to a quarter of padding to sets of other sizes than in training.
 
     So predictions of sets of many sizes, one after another, compile few programs.
+
+    Args:
+        points: Positions and features; NaN for padding.
+        point_shape: Number of points of a set in training, and of axes and channels.
+
+    Example:
+        >>> pad_points(np.zeros((3, 11, 2)), (7, 2, 0)).shape
+        (3, 12, 2)
     """
     n = points.shape[1]
-    missing = 0 if n == info.point_shape[0] else -n % 2 ** max(0, n.bit_length() - 3)
+    missing = 0 if n == point_shape[0] else -n % 2 ** max(0, n.bit_length() - 3)
     return np.pad(points, [(0, 0), (0, missing), (0, 0)], constant_values=np.nan)
 
 

@@ -99,7 +99,7 @@ def test_a_saved_model_of_points_predicts_files_of_them(tmp_path, capsys):
     config = {"model": model, "num_classes": 3, "point_shape": [5, 2, 1]}
     folder = save(tmp_path / "saved", config, np.zeros((1, 5, 3), np.float32))
     loaded, sets, names = load_pretrained(folder), [], []
-    for count, points in ((3, 4), (1, 6)):
+    for count, points in ((3, 4), (1, 35)):
         near = np.float64(normal(points, count, points, 2))
         file = tmp_path / f"{points}.npz"
         # Far from zero, float32 would round them.
@@ -107,7 +107,7 @@ def test_a_saved_model_of_points_predicts_files_of_them(tmp_path, capsys):
         sets.append(np.dstack([near, np.ones((count, points))]))
         np.testing.assert_allclose(loaded.preprocess(file), sets[-1], atol=1e-6)
         names += [f"{file}[{index}]" for index in range(count)]
-    files = [str(tmp_path / "4.npz"), str(tmp_path / "6.npz")]
+    files = [str(tmp_path / "4.npz"), str(tmp_path / "35.npz")]
     predict_lib.main([str(folder), *files, "--batch_size=2"])
     _, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
     assert [row[0] for row in rows] == names

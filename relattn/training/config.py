@@ -25,6 +25,7 @@ MAY_CHANGE_ON_RESUME = (
     "model_axis",
     "num_devices",
     "model.remat",
+    "eval_batch_size",
     "log_every_steps",
     "loggers",
     "checkpoint_every_steps",

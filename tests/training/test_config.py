@@ -161,6 +161,7 @@ def test_differences_leave_free_keys_out():
     new.data.data_dir = "there"
     new.data.num_workers = 3
     new.log_every_steps = 3
+    new.eval_batch_size = 5
     new.loggers = ""
     new.checkpoint_every_steps = 3
     assert differences(to_json(old), to_json(new)) == []

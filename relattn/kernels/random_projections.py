@@ -268,7 +268,8 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
             projection = _draw(leaf, key, leaf.layer, index)
         else:
             layers = leaf.layer + jnp.arange(math.prod(old.shape[:-2]))
-            projection = jax.vmap(lambda layer: _draw(leaf, key, layer, index))(layers)
+            # Not vmap, in which keys of "rbg" draw other numbers than alone.
+            projection = jax.lax.map(lambda i: _draw(leaf, key, i, index), layers)
         projection = projection.reshape(old.shape).astype(old.dtype)
         return dataclasses.replace(leaf, projection=projection)
 

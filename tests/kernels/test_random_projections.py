@@ -191,12 +191,15 @@ def test_redraw_depends_only_on_key_layer_and_index():
             assert np.abs(one.projection - other.projection).min() > 0
 
 
-@pytest.mark.quick("stack0")
+@pytest.mark.quick("stack0-rbg")
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("stack", [(3,), (2, 3)])
-def test_a_stack_gets_what_its_layers_get_alone(stack):
+def test_a_stack_gets_what_its_layers_get_alone(stack, impl):
+    key = jax.random.key(3, impl=impl)
+
     def draw(layer, index):
         return random_projections.draw_random_features(
-            KEY, layer=layer, index=index, num_features=5, head_dim=3, norms="fixed"
+            key, layer=layer, index=index, num_features=5, head_dim=3, norms="fixed"
         )
 
     first = draw(4, 0)
@@ -206,7 +209,7 @@ def test_a_stack_gets_what_its_layers_get_alone(stack):
     expected = run(lambda: jnp.stack([draw(layer, 7).projection for layer in layers]))
     expected = expected.reshape(shape).astype(jnp.bfloat16)
     for redraw in (random_projections.redraw, jax.jit(random_projections.redraw)):
-        found = redraw({"layer": stacked}, KEY, 7)["layer"]
+        found = redraw({"layer": stacked}, key, 7)["layer"]
         assert (found.layer, found.norms) == (4, "fixed")
         np.testing.assert_array_equal(found.projection, expected)
 

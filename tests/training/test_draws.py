@@ -17,7 +17,7 @@ from relattn.evaluation import predict as predict_lib
 from relattn.kernels import draw_random_features, positive_features
 from relattn.kernels.random_projections import redraw
 from relattn.training.devices import make_parallel
-from relattn.training.draws import average_draws, draw_features
+from relattn.training.draws import average_draws, draw_features, stream_key
 from relattn.training.evaluator import Evaluator
 from relattn.training.seeds import make_task
 from relattn.training.step import make_eval_step
@@ -135,17 +135,22 @@ def test_a_run_is_evaluated_as_in_training(config, tmp_path, one_device, num_see
 
 
 @pytest.mark.slow
-def test_more_draws_begin_with_fewer():
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_more_draws_begin_with_fewer(impl):
     def draw(key):
         first = draw_random_features(key, layer=2, num_features=11, head_dim=5)
         # Training draws from the key itself.
         trained = [redraw(first, key, index) for index in range(4)]
-        return first, trained, *(draw_features(first, key, n) for n in (2, 4))
+        stream = stream_key(key, "draws")
+        alone = [redraw(first, stream, index).projection for index in (1, 2, 3)]
+        drawn = (draw_features(first, key, n) for n in (2, 4))
+        return first, trained, alone, *drawn
 
-    first, trained, two, four = quick_jit(draw)(jax.random.key(3))
+    first, trained, alone, two, four = quick_jit(draw)(jax.random.key(3, impl=impl))
     two, four = np.asarray(two.projection), np.asarray(four.projection)
     np.testing.assert_allclose(two, four[:2], atol=1e-6)
     np.testing.assert_array_equal(four[0], first.projection)
+    np.testing.assert_allclose(four[1:], alone, atol=1e-6)
     for drawn in four[1:]:
         assert all(np.abs(drawn - other.projection).max() > 0.1 for other in trained)
 

@@ -349,11 +349,7 @@ def describe(row: dict[str, Any]) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compiles rows, prints them and writes them as JSON.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Compiles rows, prints them and writes them as JSON."""
     parser = command.Parser("python -m benchmarks.compiled", __doc__)
     add = parser.add_argument
     add("--target", choices=TARGETS, default="v5e", help="what to compile for")

@@ -573,11 +573,7 @@ def open_card(path: Path) -> tuple[dict[str, Any], Card]:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures rows, prints them and writes them as JSON.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Measures rows, prints them and writes them as JSON."""
     started = time.monotonic()
     parser = command.Parser("python -m benchmarks.gpu", __doc__)
     add = parser.add_argument

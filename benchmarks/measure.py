@@ -239,11 +239,7 @@ def peak_memory(device: jax.Device, framework: str = "jax") -> int:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints one measurement.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints one measurement."""
     parser = command.Parser("python -m benchmarks.measure", __doc__)
     parser.add_argument("request", type=_request, help="a JSON object")
     print(json.dumps(measure(**parser.parse_args(argv).request)))

@@ -182,11 +182,7 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a table and, with ``--output``, writes it as JSON.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints a table and, with ``--output``, writes it as JSON."""
     parser = command.Parser("python -m benchmarks.memory", __doc__, overrides=True)
     add = parser.add_argument
     add("--config", required=True, help="configs/X.py[:argument]")

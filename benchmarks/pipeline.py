@@ -102,11 +102,7 @@ def measure(
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the measurement as a line of JSON.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints the measurement as a line of JSON."""
     parser = command.Parser("python -m benchmarks.pipeline", __doc__, overrides=True)
     parser.add_argument("--config", required=True, help="configs/X.py[:argument]")
     parser.add_argument("--steps", type=int, default=20, help="steps per round")

@@ -328,11 +328,7 @@ def soak_table(result: dict[str, Any]) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the soak; fails if a quantity grows.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Runs the soak; fails if a quantity grows."""
     parser = command.Parser("python -m benchmarks.soak", __doc__, overrides=True)
     parser.add_argument("--config", required=True, help="configs/X.py[:argument]")
     parser.add_argument("--workdir", required=True, help="the run directory")

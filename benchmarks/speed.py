@@ -358,11 +358,7 @@ def _measure_models(models: Sequence[str], path: Path) -> None:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures kernels, writes the rows and the figure, and prints the table.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Measures kernels, writes the rows and the figure, and prints the table."""
     parser = _parser()
     options = vars(parser.parse_args(argv))
     output = options.pop("output")

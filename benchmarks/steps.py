@@ -232,11 +232,7 @@ def make_torch_model(options: Any, grid: tuple[int, int]) -> Any:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints one measurement.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints one measurement."""
     parser = command.Parser("python -m benchmarks.steps", __doc__)
     parser.add_argument("request", type=_request, help="a JSON object")
     print(json.dumps(measure_steps(**parser.parse_args(argv).request)))

@@ -53,11 +53,7 @@ COMMANDS = {
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command, ``relattn NAME --option=value ...``; or prints the version.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Runs a command, ``relattn NAME --option=value ...``; or prints the version."""
     name, *options = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print("usage: relattn COMMAND [--help] [--option=value ...], or --version\n")
@@ -81,9 +77,6 @@ def train(argv: Sequence[str] | None = None) -> None:
     The exit code is 0 at the end of training, 2 after an error that the user can fix,
     75 (EX_TEMPFAIL) after SIGTERM and 130 after Ctrl-C. During updates, a signal ends
     training once a checkpoint is written. The same command resumes an interrupted run.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
     """
     from relattn import training
     from relattn.training.config_file import read_config
@@ -131,11 +124,7 @@ def train(argv: Sequence[str] | None = None) -> None:
 
 @command.entry_point
 def show_config(argv: Sequence[str] | None = None) -> None:
-    """Prints a configuration, every key with its value, or lists the configurations.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints a configuration, every key with its value, or lists the configurations."""
     from relattn.training import config as config_lib
     from relattn.training import config_file
 

@@ -82,7 +82,8 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
     would obey. Compiled programs are kept on disk, see `keep_compiled`.
 
     Args:
-        main: The main function.
+        main: The main function; its ``argv`` are command-line arguments, by default the
+            process's.
 
     Returns:
         The function, which raises SystemExit instead of a user error.

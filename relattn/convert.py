@@ -307,11 +307,7 @@ def _torch_problem(tensor, torch):
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Converts a checkpoint.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Converts a checkpoint."""
     parser = command.Parser("python -m relattn.convert", __doc__)
     parser.add_argument("--source", required=True, help=", ".join([*SOURCES, "run"]))
     parser.add_argument(

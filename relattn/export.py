@@ -344,11 +344,7 @@ FORMATS: dict[str, Callable[[_Source], tuple[dict[str, Any], float]]] = {
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exports a trained model.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Exports a trained model."""
     parser = command.Parser("python -m relattn.export", __doc__)
     add = parser.add_argument
     add(

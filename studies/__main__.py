@@ -188,11 +188,7 @@ def _check_results(path: Path, preset: str) -> None:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a study.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Runs a study."""
     parser = command.Parser("python -m studies", __doc__, overrides=True)
     names = ", ".join(PRESETS)
     parser.add_argument("--preset", required=True, help=f"the study: {names}")

@@ -225,11 +225,7 @@ def _cell(mean: float, std: float, seeds: int) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the demo.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Runs the demo."""
     parser = command.Parser("python -m studies.demo", __doc__, overrides=True)
     parser.add_argument("--output", default="demo", help="output folder")
     parser.add_argument(

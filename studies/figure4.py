@@ -40,11 +40,7 @@ def figure() -> Figure:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draws the digits.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Draws the digits."""
     parser = command.Parser("python -m studies.figure4", __doc__)
     parser.add_argument("--output", required=True, help="the image file to write")
     path = usable_file(parser.parse_args(argv).output, "--output")

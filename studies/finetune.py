@@ -122,11 +122,7 @@ def finetune_table(results: Mapping[str, Mapping]) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the study.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Runs the study."""
     parser = command.Parser("python -m studies.finetune", __doc__, overrides=True)
     add = parser.add_argument
     add("--data_dir", required=True, help="folder of the prepared Fashion-MNIST")

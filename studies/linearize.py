@@ -393,11 +393,7 @@ def linearize_table(results: Mapping[str, Any]) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the study.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Runs the study."""
     parser = command.Parser("python -m studies.linearize", __doc__)
     add = parser.add_argument
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}

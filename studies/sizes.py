@@ -386,11 +386,7 @@ def agrees(params: int, printed: str) -> bool:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the counts as a table or as JSON.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints the counts as a table or as JSON."""
     parser = command.Parser("python -m studies.sizes", __doc__)
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     args = parser.parse_args(argv)

@@ -233,11 +233,7 @@ def sweep_table(results: Mapping[str, Any], kind: str) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a sweep.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Runs a sweep."""
     parser = command.Parser("python -m studies.sweep", __doc__, overrides=True)
     add = parser.add_argument
     add("--config", required=True, help="the configuration, as for training")

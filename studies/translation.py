@@ -271,11 +271,7 @@ def translation_table() -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a table of the translation errors of all pairs.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints a table of the translation errors of all pairs."""
     command.Parser("python -m studies.translation", __doc__).parse_args(argv)
     print(translation_table())
 

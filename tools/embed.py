@@ -223,11 +223,7 @@ def write_subset(name: str, source: pathlib.Path, output: pathlib.Path) -> pathl
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes both embedded subsets.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Writes both embedded subsets."""
     parser = command.Parser("python -m tools.embed", __doc__)
     add = parser.add_argument
     add("--source", type=pathlib.Path, required=True, help="folder of the archives")

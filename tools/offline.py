@@ -178,11 +178,7 @@ def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fetches the wheels.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Fetches the wheels."""
     parser = command.Parser("python -m tools.offline", __doc__)
     add = parser.add_argument
     add("--python", required=True, help="the machine's version, such as 3.12")

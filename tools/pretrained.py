@@ -498,11 +498,7 @@ WRITERS = {
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes all folders.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Writes all folders."""
     parser = command.Parser("python -m tools.pretrained", __doc__)
     parser.add_argument("--output", required=True, help="folder for the checkpoints")
     output = usable_folder(parser.parse_args(argv).output, "--output")

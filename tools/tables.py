@@ -187,11 +187,7 @@ def _replace(block: re.Match, names: Sequence[str]) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the named tables, by default all.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Writes the named tables, by default all."""
     parser = command.Parser("python -m tools.tables", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TABLES))
     names = parser.parse_args(argv).names or list(TABLES)

@@ -116,11 +116,7 @@ def check_archives(name: str, urls: Iterable[str], manual_dir: str) -> None:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prepares the set that the arguments name.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prepares the set that the arguments name."""
     parser = command.Parser("python -m relattn.data.prepare", __doc__)
     add = parser.add_argument
     add("--name", choices=list(SETS), required=True, help="name of the set")

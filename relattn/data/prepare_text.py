@@ -519,11 +519,7 @@ def _write(
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prepares the text that the arguments name.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prepares the text that the arguments name."""
     parser = command.Parser("python -m relattn.data.prepare_text", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     files = {"nargs": "+", "action": "extend", "type": Path, "metavar": "FILE"}

@@ -18,11 +18,7 @@ from relattn.training.saved_run import load_text_run
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the perplexity of each file.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints the perplexity of each file."""
     parser = command.Parser("python -m relattn.evaluation.perplexity", __doc__)
     add = parser.add_argument
     add("--workdir", required=True, help="the run directory, or a saved model of text")

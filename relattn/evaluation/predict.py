@@ -138,11 +138,7 @@ def check_top(top: int, num_classes: int) -> None:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints or writes the predictions.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints or writes the predictions."""
     parser = command.Parser("python -m relattn.evaluation.predict", __doc__)
     add = parser.add_argument
     add(

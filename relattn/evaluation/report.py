@@ -364,11 +364,7 @@ def _image(figure: Figure, alt: str) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the report.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Writes the report."""
     parser = command.Parser("python -m relattn.evaluation.report", __doc__)
     add = parser.add_argument
     add("--workdir", required=True, help="the run directory")

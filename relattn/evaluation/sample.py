@@ -18,11 +18,7 @@ MAX_SAMPLES = 10**6
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the generated texts.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
+    """Prints the generated texts."""
     parser = command.Parser("python -m relattn.evaluation.sample", __doc__)
     add = parser.add_argument
     add("--workdir", required=True, help="the run directory, or a saved model of text")

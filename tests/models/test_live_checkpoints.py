@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -23,15 +22,19 @@ BOUND = 1e-4
 pytestmark = pytest.mark.slow
 
 
-def check(source, model, inputs, expected, folder, **settings):
-    """Converts the PyTorch file of a model, and compares logits."""
-    folder.mkdir(exist_ok=True)
-    torch.save(model.state_dict(), folder / "checkpoint.pt")
-    (folder / "config.json").write_text(json.dumps(settings))
-    convert(source, folder / "checkpoint.pt", folder / "converted")
-    loaded = relattn.load_pretrained(folder / "converted")
+def check_folder(source, path, inputs, expected):
+    """Converts a checkpoint, and compares logits."""
+    convert(source, path, path.parent / "converted")
+    loaded = relattn.load_pretrained(path.parent / "converted")
     logits = np.asarray(quick_jit(loaded.model.apply)(loaded.variables, inputs))
     assert np.abs(logits - expected).max() < BOUND * np.abs(expected).max()
+
+
+def check(source, model, inputs, expected, folder, **settings):
+    """Converts the PyTorch file of a model, and compares logits."""
+    torch.save(model.state_dict(), folder / "checkpoint.pt")
+    (folder / "config.json").write_text(json.dumps(settings))
+    check_folder(source, folder / "checkpoint.pt", inputs, expected)
 
 
 def test_timm_vit_b16(tmp_path):
@@ -51,105 +54,13 @@ def test_hf_gpt2_small(tmp_path):
     check("hf_gpt2", model, tokens, expected, tmp_path, n_head=12)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral"])
-def test_decoders_of_transformers_have_the_logits_of_gpt(name):
-    transformers = pytest.importorskip("transformers")
-    window = {"sliding_window": 5} if name == "Mistral" else {}
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=61,
-        hidden_size=24,
-        intermediate_size=37,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=4,
-        max_position_embeddings=31,
-        rms_norm_eps=1e-3,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-        tie_word_embeddings=False,
-        attn_implementation="eager",
-        **window,
-    )
-    theirs = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    rng = np.random.default_rng(0)
-    state = {}
-    for key, tensor in theirs.state_dict().items():
-        # Norms and biases too, and so large that every part matters.
-        values = rng.normal(size=tensor.shape) * (1 if tensor.ndim == 1 else 0.3)
-        state[key] = torch.tensor(values, dtype=torch.float32)
-    theirs.load_state_dict(state)
-    tokens = rng.integers(61, size=(2, 23)).astype(np.int32)
-    with torch.no_grad():
-        expected = theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
-
-    left = {key: tensor.numpy() for key, tensor in state.items()}
-
-    def take(key):
-        return left.pop(f"{key}.weight")
-
-    def layer(i):
-        block, projections = f"model.layers.{i}", {"out": "o"}
-        attention = {
-            ours: {"kernel": take(f"{block}.self_attn.{name}_proj").T}
-            for ours, name in [*zip("qkv", "qkv", strict=True), *projections.items()]
-        }
-        mlp = {"gate": "gate", "hidden": "up", "out": "down"}
-        return {
-            "attention_norm": {"scale": take(f"{block}.input_layernorm")},
-            "attention": attention,
-            "feed_forward_norm": {"scale": take(f"{block}.post_attention_layernorm")},
-            "feed_forward": {
-                ours: {"kernel": take(f"{block}.mlp.{name}_proj").T}
-                for ours, name in mlp.items()
-            },
-        }
-
-    params = {
-        "embedding": {"embedding": take("model.embed_tokens")},
-        "blocks_0": jax.tree.map(lambda *x: np.stack(x), *map(layer, range(3))),
-        "norm": {"scale": take("model.norm")},
-        "head": {"kernel": take("lm_head").T},
-    }
-    assert not left
-    model = relattn.GPT(
-        vocab_size=61,
-        context_length=31,
-        dim=24,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        mlp_dim=37,
-        attention="softmax(window=5)" if window else "softmax",
-        position="rope1d(base=500.0)",
-        norm_type="rms_norm",
-        norm_eps=1e-3,
-        activation="swiglu",
-        out_bias=False,
-        mlp_bias=False,
-        head_norm=False,
-    )
-    logits = np.asarray(quick_jit(model.apply)({"params": params}, tokens))
-    assert np.abs(logits - expected).max() < BOUND * np.abs(expected).max()
-
-
 def test_hf_vit_b16(tmp_path):
     pytest.importorskip("transformers")
     model = pretrained.hf_vit_model(scale=0.02)
     model.save_pretrained(tmp_path)
     images = pretrained.draw_images(224, 224)
     expected = pretrained.image_logits(model, images)
-    convert("hf_vit", tmp_path / "model.safetensors", tmp_path / "converted")
-    loaded = relattn.load_pretrained(tmp_path / "converted")
-    logits = np.asarray(quick_jit(loaded.model.apply)(loaded.variables, images))
-    assert np.abs(logits - expected).max() < BOUND * np.abs(expected).max()
-
-
-def check_folder(source, path, inputs, expected):
-    """Converts a checkpoint, and compares logits."""
-    convert(source, path, path.parent / "converted")
-    loaded = relattn.load_pretrained(path.parent / "converted")
-    logits = np.asarray(quick_jit(loaded.model.apply)(loaded.variables, inputs))
-    assert np.abs(logits - expected).max() < BOUND * np.abs(expected).max()
+    check_folder("hf_vit", tmp_path / "model.safetensors", images, expected)
 
 
 def save_timm(model, folder):
@@ -158,6 +69,14 @@ def save_timm(model, folder):
 
     save_for_hf(model, folder, safe_serialization=True)
     return folder / "model.safetensors"
+
+
+def check_timm(model, scale, size, folder):
+    """Converts a model of timm with random weights, and compares logits."""
+    pretrained.randomize(model, scale)
+    images = pretrained.draw_images(*size)
+    expected = pretrained.image_logits(model, images)
+    check_folder("timm", save_timm(model, folder), images, expected)
 
 
 def test_heads_of_timms_architectures():
@@ -218,10 +137,7 @@ def test_timms_architectures(name, num_classes, tmp_path):
         name, depth=2, img_size=(56, 112), patch_size=14, num_classes=5, **sizes
     )
     model.reset_classifier(num_classes)
-    pretrained.randomize(model, 0.05)
-    images = pretrained.draw_images(56, 112)
-    expected = pretrained.image_logits(model, images)
-    check_folder("timm", save_timm(model, tmp_path), images, expected)
+    check_timm(model, 0.05, (56, 112), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +158,7 @@ def test_options_of_timm(options, tmp_path):
     model = timm.create_model(
         "test_vit", depth=2, img_size=(32, 48), num_classes=5, **options
     )
-    pretrained.randomize(model, 0.2)
-    images = pretrained.draw_images(32, 48)
-    expected = pretrained.image_logits(model, images)
-    check_folder("timm", save_timm(model, tmp_path), images, expected)
+    check_timm(model, 0.2, (32, 48), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -423,7 +423,7 @@ def repeat_keys(params):
     return jax.tree_util.tree_map_with_path(repeat, params)
 
 
-@pytest.mark.quick("True-hedgehog-rotary_values")
+@pytest.mark.quick("True-softmax-rope1d", "True-hedgehog-rotary_values")
 @pytest.mark.parametrize(("attention", "position"), SHARED_PAIRS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_shared_keys_equal_keys_that_are_repeated(attention, position, causal):
@@ -471,64 +471,6 @@ def test_shared_keys_equal_keys_that_are_repeated(attention, position, causal):
             )
         elif name == "key_projection":
             copies[name] = leaf.reshape(2, 3, *leaf.shape[1:]).sum(axis=1)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5),
-        found,
-        expected,
-    )
-
-
-@pytest.mark.quick("softmax")
-@pytest.mark.parametrize("attention", ["softmax", "favor", "relu", "hedgehog"])
-def test_shared_keys_equal_the_reference(attention):
-    module, variables, x, _ = causal_layer(attention, "none", **SHARED)
-    variables = jax.tree.map(np.asarray, variables)
-
-    def heads(params, x, name, count):
-        y = x @ params[name]["kernel"] + params[name]["bias"]
-        return y.reshape(N, count, 4).swapaxes(0, 1)
-
-    def naive(params, x):
-        q, (k, v) = heads(params, x, "q", 6), (heads(params, x, n, 2) for n in "kv")
-        allowed, outs = np.tri(N, dtype=bool), []
-        for i in range(6):
-            inputs = (q[i], k[i // 3], v[i // 3])
-            if attention == "softmax":
-                outs.append(reference.softmax_attention(*inputs, allowed))
-                continue
-            if attention == "favor":
-                drawn = variables["random_features"]["projection"].projection
-                phi = functools.partial(
-                    reference.positive_features, projection=np.float64(drawn)
-                )
-            elif attention == "relu":
-                phi = functools.partial(
-                    reference.relu_features,
-                    projection=params["projection"],
-                    bias=params["bias"],
-                )
-            else:
-                matrices = params["query_projection"][i], params["key_projection"]
-                phi = tuple(
-                    functools.partial(reference.hedgehog_features, projection=w)
-                    for w in (matrices[0], matrices[1][i // 3])
-                )
-            outs.append(reference.linear_attention(*inputs, phi, allowed))
-        merged = jnp.stack(outs, axis=1).reshape(N, 24)
-        return merged @ params["out"]["kernel"] + params["out"]["bias"]
-
-    def results(function, params, x):
-        out, pullback = jax.vjp(function, params, x)
-        return out, *pullback(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
-
-    def apply(params, x):
-        return module.apply({**variables, "params": params}, x, grid=(N,))
-
-    found = run(functools.partial(results, apply), variables["params"], x)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(np.float64, (variables["params"], x))
-        examples = jax.vmap(naive, (None, 0))
-        expected = run(functools.partial(results, examples), *wide)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5),
         found,

@@ -14,6 +14,7 @@ from studies.demo import demo_table
 from studies.figure1 import published_accuracies, published_name
 from studies.finetune import finetune_table
 from studies.linearize import linearize_table
+from studies.presets import PRESETS
 from studies.redraws import Point, redraw_table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -483,10 +484,12 @@ def _translution(name: str) -> list[str]:
     return [name, f"causal_{name}"]
 
 
-def redraws(file: str) -> str:
+def redraws(preset: str) -> str:
     """Returns what small Performers do under shifts, by draws of random features."""
-    points = read_json(RESULTS / file)["points"]
-    return redraw_table([Point(**point) for point in points]).rstrip()
+    points = read_json(RESULTS / f"{preset}_redraws.json")["points"]
+    study = PRESETS[preset].redraws
+    assert study is not None
+    return redraw_table(study, [Point(**point) for point in points]).rstrip()
 
 
 def linearize(file: str) -> str:
@@ -514,8 +517,8 @@ TABLES: dict[str, Callable[[], str]] = {
         _lengths(batch=2),
     ),
     "finetune": finetune,
-    "redraws": lambda: redraws("performer_pixels16_redraws.json"),
-    "redraws_torus": lambda: redraws("performer_torus16_redraws.json"),
+    "redraws": lambda: redraws("performer_pixels16"),
+    "redraws_torus": lambda: redraws("performer_torus16"),
     "linearize_vit": lambda: linearize("linearize_vit.json"),
     "linearize_gpt": lambda: linearize("linearize_gpt.json"),
     "rpe_vit": lambda: study(

@@ -280,12 +280,50 @@ class MultiHeadAttention(nn.Module):
                 or an ``index`` out of range, or the attention cannot support
                 ``memory``, ``segment_ids`` or a torus.
         """
+        masks = {"key_mask": key_mask, "segment_ids": segment_ids}
+        self._check_call(x, grid, num_prefix, position, masks, memory, index)
+        if memory is None:
+            x = finite_tokens(x, key_mask)
+        else:
+            memory = finite_tokens(memory, key_mask)
+        # An axis for the heads, also of a mask without a batch.
+        key_mask, segment_ids = (
+            None if mask is None else jnp.atleast_2d(jnp.asarray(mask))[..., None, :]
+            for mask in (key_mask, segment_ids)
+        )
+        if position is not None and self.causal:
+            one = index is not None and x.shape[-2] == 1
+            position = position.slice(index if one else 0, x.shape[-2])
+        context = Context(
+            grid, num_prefix, position, key_mask, index, shared, memory, segment_ids
+        )
+        out = self.mix(x, context)
+        expected = (self.num_heads, x.shape[-2], self.head_dim)
+        shape = getattr(out, "shape", ())
+        if shape[-3:] != expected:
+            found = f"shape {shape}" if shape else shorten(out)
+            raise ValueError(
+                f"the heads of {type(self).__name__} returned {found}, expected [batch"
+                f", {', '.join(map(str, expected))}]: heads, tokens and head_dim, as q"
+            )
+        return _nan_outside(self.merge(out), index, grid)
+
+    def _check_call(
+        self,
+        x: Array,
+        grid: offsets.Grid | None,
+        num_prefix: int,
+        position: Any,
+        masks: Mapping[str, Array | None],
+        memory: Array | None,
+        index: Array | int | None,
+    ) -> None:
+        """Raises ValueError if the arguments of a call do not fit together."""
         if self.causal and num_prefix:
             raise ValueError(
                 "causal attention takes no prefix tokens, which all tokens would see: "
                 f"expected num_prefix=0, got {num_prefix}"
             )
-        masks = {"key_mask": key_mask, "segment_ids": segment_ids}
         given = [name for name, mask in masks.items() if mask is not None]
         if index is not None and (not self.causal or given):
             raise ValueError(
@@ -320,37 +358,12 @@ class MultiHeadAttention(nn.Module):
                 "memory must have the batch axes of x, of size 1 where examples share "
                 f"it, got shapes {memory.shape} and {x.shape}"
             )
-        if segment_ids is not None and not self.takes_segments(position):
+        if masks["segment_ids"] is not None and not self.takes_segments(position):
             raise ValueError(
                 f"{type(self).__name__} cannot separate packed sequences here: leave "
                 "out segment_ids, or use attention 'softmax', or a causal linear "
                 "attention without an offset bias"
             )
-        if memory is None:
-            x = finite_tokens(x, key_mask)
-        else:
-            memory = finite_tokens(memory, key_mask)
-        # An axis for the heads, also of a mask without a batch.
-        key_mask, segment_ids = (
-            None if mask is None else jnp.atleast_2d(jnp.asarray(mask))[..., None, :]
-            for mask in (key_mask, segment_ids)
-        )
-        if position is not None and self.causal:
-            one = index is not None and x.shape[-2] == 1
-            position = position.slice(index if one else 0, x.shape[-2])
-        context = Context(
-            grid, num_prefix, position, key_mask, index, shared, memory, segment_ids
-        )
-        out = self.mix(x, context)
-        expected = (self.num_heads, x.shape[-2], self.head_dim)
-        shape = getattr(out, "shape", ())
-        if shape[-3:] != expected:
-            found = f"shape {shape}" if shape else shorten(out)
-            raise ValueError(
-                f"the heads of {type(self).__name__} returned {found}, expected [batch"
-                f", {', '.join(map(str, expected))}]: heads, tokens and head_dim, as q"
-            )
-        return _nan_outside(self.merge(out), index, grid)
 
     def _check_grid(self, num_tokens: Any, grid: offsets.Grid, num_prefix: int) -> None:
         """Raises ValueError if the tokens, if their number is known, do not fit."""

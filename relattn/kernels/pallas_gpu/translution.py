@@ -114,14 +114,7 @@ class FusedPairs:
         return has_program_per_device() and bool(self._precision)
 
     def scores(self, q: Array, k: Array, t_q: Array | None, t_k: Array | None) -> Array:
-        """Computes q_ij . k_ji, ``[batch, heads, n, n]``; zeros for later keys.
-
-        Args:
-            q: Tokens or, without a table, queries, ``[batch, n, width]``.
-            k: Tokens or, without a table, keys, ``[batch, n, width]``.
-            t_q: Table of the queries, ``[rows, width, heads, head_dim]``, or None.
-            t_k: Table of the keys, ``[rows, width, heads, head_dim]``, or None.
-        """
+        """Computes q_ij . k_ji, or zeros for later keys; see `RowLoop.scores`."""
         dtype = self._dtype(q, k, t_q, t_k)
         tokens = self._tokens(q, t_q, dtype), self._tokens(k, t_k, dtype)
         tables = self._table(t_q, dtype), self._table(t_k, dtype)
@@ -129,12 +122,9 @@ class FusedPairs:
         return jnp.moveaxis(scores, -1, 0)[: len(q)]
 
     def values(self, weights: Array, v: Array, t_v: Array) -> Array:
-        """Computes sum_j weights_ij v_j T[d], ``[batch, n, heads * head_dim]``.
+        """Computes sum_j weights_ij v_j T[d]; see `RowLoop.values`.
 
-        Args:
-            weights: ``[batch, heads, n, n]``, zeros for later keys.
-            v: Tokens, ``[batch, n, width]``.
-            t_v: Table ``[rows, width, heads, head_dim]``.
+        The weights are zeros for later keys.
         """
         dtype = self._dtype(v, t_v)
         tokens, table = self._tokens(v, t_v, dtype), self._table(t_v, dtype)

@@ -47,14 +47,7 @@ class DiagonalBlocks:
     max_bytes: int
 
     def scores(self, q: Array, k: Array, t_q: Array | None, t_k: Array | None) -> Array:
-        """Computes q_ij . k_ji of the pairs j <= i, ``[batch, heads, n, n]``.
-
-        Args:
-            q: Tokens or, without a table, queries, ``[batch, n, width]``.
-            k: Tokens or, without a table, keys, ``[batch, n, width]``.
-            t_q: Table of the queries, ``[rows, width, heads, head_dim]``, or None.
-            t_k: Table of the keys, ``[rows, width, heads, head_dim]``, or None.
-        """
+        """Computes q_ij . k_ji of the pairs j <= i; see `RowLoop.scores`."""
         # What all blocks share is wide, since its gradient is their sum.
         wide_q, wide_k = widen(q), widen(k)
 
@@ -80,12 +73,9 @@ class DiagonalBlocks:
         return _mirror(jnp.concatenate(groups, axis=-1))
 
     def values(self, weights: Array, v: Array, t_v: Array) -> Array:
-        """Computes sum_j weights_ij v_j T[d], ``[batch, n, heads * head_dim]``.
+        """Computes sum_j weights_ij v_j T[d]; see `RowLoop.values`.
 
-        Args:
-            weights: ``[batch, heads, n, n]``, zeros for j > i.
-            v: Tokens, ``[batch, n, width]``.
-            t_v: Table ``[rows, width, heads, head_dim]``.
+        The weights are zeros for j > i.
         """
         wide = widen(v)
         # [offset, batch, query, heads]

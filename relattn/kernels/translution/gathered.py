@@ -55,14 +55,7 @@ class PairBlocks:
     max_bytes: int
 
     def scores(self, q: Array, k: Array, t_q: Array | None, t_k: Array | None) -> Array:
-        """Computes q_ij . k_ji of all pairs, ``[batch, heads, n, n]``.
-
-        Args:
-            q: Tokens or, without a table, queries, ``[batch, n, width]``.
-            k: Tokens or, without a table, keys, ``[batch, n, width]``.
-            t_q: Table of the queries, ``[rows, width, heads, head_dim]``, or None.
-            t_k: Table of the keys, ``[rows, width, heads, head_dim]``, or None.
-        """
+        """Computes q_ij . k_ji of all pairs; see `RowLoop.scores`."""
         batch, length, _ = q.shape
         size = self._block_size(batch, length, t_q, t_k)
         # What all blocks share is wide, since its gradient is their sum.
@@ -85,13 +78,7 @@ class PairBlocks:
         return scores.transpose(1, 3, 0, 2)
 
     def values(self, weights: Array, v: Array, t_v: Array) -> Array:
-        """Computes sum_j weights_ij v_j T[d], ``[batch, n, heads * head_dim]``.
-
-        Args:
-            weights: ``[batch, heads, n, n]``.
-            v: Tokens, ``[batch, n, width]``.
-            t_v: Table ``[rows, width, heads, head_dim]``.
-        """
+        """Computes sum_j weights_ij v_j T[d]; see `RowLoop.values`."""
         batch, length, _ = v.shape
         size = self._block_size(batch, length, t_v)
         wide, wide_t = widen(jnp.moveaxis(v, 1, 0)), widen(t_v)

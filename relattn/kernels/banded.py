@@ -33,6 +33,7 @@ from relattn.kernels.guards import (
 )
 from relattn.kernels.masks import finite_masked
 from relattn.kernels.platform import vary_alike
+from relattn.kernels.positions.bias import longer_axes
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.messages import check_choice
 from relattn.offsets import Grid, Torus, check_grid, max_distance
@@ -116,6 +117,8 @@ def banded_attention(
         raise ValueError(
             f"cls='corner' needs a grid with a last row, got {grid}: use cls='far'"
         )
+    # Rings pad each axis.
+    given, grid = grid, longer_axes(grid)
     q, v = broadcast_batch(finite_masked(q, key_mask), v)
     values = widen(v)
     keys = jnp.ones((v.shape[-2], 1), values.dtype)
@@ -165,7 +168,7 @@ def banded_attention(
     out, _ = divide_sums((numerator, denominator), magnitudes, v.dtype)
     if num_prefix and cls == "corner":
         queries = query_features(feature_map, q[..., :num_prefix, :])
-        prefix = _attend_from_corner(queries, rows, keys, values, grid, precision)
+        prefix = _attend_from_corner(queries, rows, keys, values, given, precision)
         out = jnp.concatenate([prefix.astype(v.dtype), out], axis=-2)
     elif num_prefix:
         # All keys have the same distance from a prefix query: their mean.

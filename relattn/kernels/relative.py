@@ -19,6 +19,7 @@ from relattn.kernels.flash import fused_branches
 from relattn.kernels.masks import combine_masks, finite_masked, zero_masked
 from relattn.kernels.positions.bias import (
     bias_of_pairs,
+    longer_axes,
     past_rows,
     rows_of_token,
     skew,
@@ -108,6 +109,8 @@ def relative_attention(
         3.2; bias: Liu et al., Swin Transformer, section 3.2.
     """
     check_grid(q.shape[-2], grid, num_prefix)
+    # A block of queries is at least a row.
+    grid = longer_axes(grid)
     # r, s and b, with the rows of prefix tokens.
     rows = num_offsets(grid)
     key_table, value_table = (

@@ -30,7 +30,12 @@ from relattn.kernels.feature_maps import (
 from relattn.kernels.guards import append_ones, divide_sums, scale_backward, shifted_exp
 from relattn.kernels.masks import finite_masked, zero_masked
 from relattn.kernels.platform import platform_defaults
-from relattn.kernels.positions.bias import past_rows, rows_of_token, with_prefix_rows
+from relattn.kernels.positions.bias import (
+    longer_axes,
+    past_rows,
+    rows_of_token,
+    with_prefix_rows,
+)
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.sums import causal_factors, check_causal, scale_keys, scale_queries
 from relattn.kernels.toeplitz_sums import (
@@ -130,7 +135,8 @@ def toeplitz_linear_attention(
             gives zeros.
         dense_size: Largest number of grid tokens for which sums go pair by pair; None
             for the default of `relattn.kernels.platform`.
-        chunk_size: Number of queries at a time, pair by pair.
+        chunk_size: Number of queries at a time, pair by pair; at least those at one
+            index of the grid's first axis that has more than one.
         block_size: Number of features at a time, by FFT.
         precision: Passed to einsum.
         return_normalizer: Whether to also return the denominators.
@@ -158,6 +164,8 @@ def toeplitz_linear_attention(
         Positional Encoding, section 3.2; grids and prefix tokens are ours.
     """
     check_grid(q.shape[-2], grid, num_prefix)
+    # A chunk of queries is at least a row.
+    grid = longer_axes(grid)
     check_size("chunk_size", chunk_size)
     check_size("block_size", block_size)
     check_feature_maps(feature_map, q, k)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from relattn import kernels, offsets
+from relattn.kernels.platform import use_platform
 from relattn.offsets import Torus
 from tests import reference
 from tests.helpers import compare
@@ -150,6 +152,30 @@ def test_memory_has_no_vector_per_pair():
     )
     used = compiled.memory_analysis().temp_size_in_bytes
     assert used < n * n * head_dim * 4
+
+
+@pytest.mark.parametrize(
+    ("grid", "line"), [((1, 64), (64,)), (Torus((1, 64, 1)), Torus((64,)))]
+)
+def test_axes_of_one_token_take_no_time_or_memory(grid, line):
+    """A block of queries would otherwise be a row of the grid: all tokens."""
+    x, rows = jnp.ones((64, HEAD_DIM)), offsets.num_offsets(line)
+
+    def programs(grid):
+        def attend(x, bias):
+            banded = kernels.banded_attention(x, x, x[:5], jnp.exp, grid=grid)
+            relative = kernels.relative_attention(x, x, x, bias=bias, grid=grid)
+            options = {"grid": grid, "chunk_size": 4}
+            toeplitz = kernels.toeplitz_linear_attention(
+                x, x, x, jnp.exp, bias, **options
+            )
+            return banded, relative, toeplitz
+
+        with use_platform("cpu", block_scores=256):
+            return str(jax.make_jaxpr(attend)(x, jnp.ones(rows)))
+
+    address = re.compile("0x[0-9a-f]+")
+    assert address.sub("", programs(grid)) == address.sub("", programs(line))
 
 
 @pytest.mark.parametrize(

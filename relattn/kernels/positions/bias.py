@@ -120,6 +120,19 @@ def wave_bias(
     return jnp.sum(coefficients[..., None, :, :] * waves, axis=(-2, -1))
 
 
+def longer_axes(grid: Grid) -> Grid:
+    """Returns a grid without its axes of one token, whose only offset is zero.
+
+    Tokens and table rows have the same order.
+
+    Example:
+        >>> longer_axes((1, 5, 1)), longer_axes((1, 1)), longer_axes(Torus((3, 1)))
+        ((5,), (1,), Torus((3,)))
+    """
+    sizes = tuple(size for size in grid if size > 1) or (1,)
+    return Torus(sizes) if isinstance(grid, Torus) else sizes
+
+
 def with_prefix_rows(
     table: Float[Array, "..."] | None, name: str, rows: int, num_prefix: int, axis: int
 ) -> Float[Array, "..."] | None:

@@ -166,7 +166,7 @@ def choosing_shift() -> str:
         "learnable_sincos": "absolute positions (`learnable_sincos`)",
         "constrained_sincos": "strategy 1 of Horn et al. (`constrained_sincos`)",
         "sincos_bias": "the same score as a bias (`sincos_bias`)",
-        "invariant": "a torus with a polyphase anchor",
+        "invariant": '`periodic=True` with `anchor="polyphase"`',
     }
     found = {
         (row["run"].split("-")[0], row["source"]): 100 * float(row["accuracy_mean"])

@@ -80,18 +80,8 @@ def positive_features(
     noise. It is a constant, so it neither mixes examples nor leaks later tokens.
     The code of Horn et al., like performer-pytorch of its time, divides the features by
     the largest one, of the token for queries and of the batch for keys, and then adds
-    1e-4. This is much more than eps = 1e-4 here, and depends on the batch. Measured
-    over three draws, with queries and keys as in strategy 1 at initialisation (head_dim
-    48, 185 features, grid of 16x16, 22 examples):
-
-    =====================  ================  ================  =============
-    form                   error to softmax  change of output  share of eps
-    =====================  ================  ================  =============
-    eps = 0                78-100%           0                 0
-    eps = 1e-4             78-100%           0.01%             0.02%
-    eps = 0.3              55-72%            24-25%            40-41%
-    their code, 1e-4       59-63%            19-33%            30-48%
-    =====================  ================  ================  =============
+    1e-4. This depends on the batch, and is about as much as eps = 0.3 here
+    (docs/attentions.md has measurements).
 
     Args:
         x: Queries or keys, shape ``[*batch, n, head_dim]``.

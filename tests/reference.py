@@ -375,14 +375,22 @@ def transformer_block(x, params, num_heads, allowed):
     return x + linear(gelu(linear(y, feed_forward["hidden"])), feed_forward["out"])
 
 
-def rotary(x, positions, base):
+def rotary(x, positions, base, factor=1.0, original_length=0):
     """Rotates the complex numbers x_t + i x_(t + head_dim / 2), a share per axis."""
+
+    def frequency(t, share):
+        w = base ** (-t / share)
+        turns = original_length * w / (2 * np.pi)
+        if turns <= 1:
+            return w / factor
+        return w if turns >= 4 else w / factor + (turns - 1) / 3 * (w - w / factor)
+
     half, axes = x.shape[1] // 2, len(positions[0])
     # The last axes have one more if the shares are not equal.
     shares = [half // axes + (axis >= axes - half % axes) for axis in range(axes)]
     angles = [
         [
-            p * base ** (-t / share)
+            p * frequency(t, share)
             for p, share in zip(position, shares, strict=True)
             for t in range(share)
         ]

@@ -176,11 +176,13 @@ def write_hf_gpt2(folder: pathlib.Path) -> None:
 
 
 def hf_llama_model(name: str = "Llama", **options):
-    """Makes a random LlamaForCausalLM or MistralForCausalLM of transformers."""
+    """Makes a random Llama, Mistral or Qwen2 of transformers."""
     import transformers
 
     sizes = {"vocab_size": 23, "hidden_size": 12, "intermediate_size": 17}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 4}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 6}
+    # Qwen2's is that of the sizes.
+    sizes |= {"hidden_size": 24} if name == "Qwen2" else {"head_dim": 4}
     sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 11}
     config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
     return randomize(getattr(transformers, f"{name}ForCausalLM")(config))

@@ -11,6 +11,8 @@ from relattn.models.source_keys import (
     GPT2_ALIASES,
     HF_GPT2,
     HF_LLAMA,
+    ROPE_OPTIONS,
+    ROPE_TYPES,
     SOURCES,
     TIMM,
     VALUES,
@@ -468,38 +470,39 @@ def gpt2_settings(settings: Settings) -> dict[str, Any]:
 
 
 def llama_settings(settings: Settings) -> dict[str, Any]:
-    """Returns the keys of Llama and Mistral; refuses scaled rotary positions.
+    """Returns the keys of Llama, Mistral and Qwen2, and the ``position``, a `rope1d`.
 
     Args:
         settings: The contents of a ``config.json``, of any version of transformers.
 
     Raises:
-        ValueError: If positions are scaled, a key is missing or unknown, or has a value
-            that relattn does not have.
+        ValueError: If a key is missing or unknown, or has a value that relattn does not
+            have.
 
     Example:
         >>> llama_settings({"model_type": "llama", "rms_norm_eps": 1e-05, "rope_theta":
         ...     500.0, "rope_scaling": None, "max_position_embeddings": 7})
-        {'rope_theta': 500.0, 'rms_norm_eps': 1e-05, 'max_position_embeddings': 7}
+        {'rms_norm_eps': 1e-05, 'max_position_embeddings': 7, 'position': \
+'rope1d(base=500.0)'}
     """
     names = ("rope_parameters", "rope_scaling")
     check_json(settings, {f"{name}?": (dict, None) for name in names}, "config.json")
+    scaled = {}
     for name in names:
-        rope = {"rope_type": "default", **(settings.get(name) or {})}
-        # The older name.
-        kind = rope.pop("type", rope.pop("rope_type"))
+        rope = dict(settings.get(name) or {})
         theta = rope.pop("rope_theta", None)
-        if kind != "default" or rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope:
-            raise ValueError(
-                f"config.json has {name}={shorten(settings[name])}, and relattn's "
-                "rope1d does not scale positions: convert a model of rope_type "
-                "'default'"
-            )
         if theta is not None:
             found = f"{name} has rope_theta={theta}"
             check_equal(found, theta, "rope_theta", settings)
             settings = {**settings, "rope_theta": theta}
+        if rope:
+            scaled[name] = _rope_scaling(rope, f"{name} of config.json")
+    if len({*scaled.values()}) > 1:
+        raise ValueError(f"{' and '.join(names)} of config.json differ: remove one")
     kind = settings.get("model_type")
+    if kind == "qwen2":
+        # Its layers use the window only with use_sliding_window, which is refused.
+        settings = {**settings, "sliding_window": None}
     needed = ["max_position_embeddings", "rms_norm_eps"]
     # The first Llamas had no key for the base of rotary positions.
     needed += [] if kind else ["rope_theta"]
@@ -517,7 +520,27 @@ def llama_settings(settings: Settings) -> dict[str, Any]:
             "which Llama does not use: remove the key"
         )
     kept = {key: value for key, value in settings.items() if key not in names}
-    return {"rope_theta": 10000.0, **read_settings(kept, HF_LLAMA)}
+    kept = read_settings(kept, HF_LLAMA)
+    base = float(kept.pop("rope_theta", 10000.0))
+    return {**kept, "position": f"rope1d(base={base}{''.join({*scaled.values()})})"}
+
+
+def _rope_scaling(rope: Settings, where: str) -> str:
+    """Returns the further options of `rope1d` for scaled rotary positions."""
+    rope = {"rope_type": "default", **rope}
+    # The older name.
+    kind = rope.pop("type", rope.pop("rope_type"))
+    if kind not in (*ROPE_TYPES,):
+        raise ValueError(
+            f"{where} has rope_type={shorten(kind)}, which relattn's rope1d does not "
+            f"have: expected {' or '.join(map(repr, ROPE_TYPES))}"
+        )
+    found, options = read_settings(rope, ROPE_TYPES[kind], where, "rope1d"), ""
+    for key in sorted(ROPE_TYPES[kind].read):
+        if key not in found:
+            raise ValueError(f"{where} has no {key}, which rope_type={kind!r} needs")
+        options += f", {ROPE_OPTIONS[key]}={found[key]}"
+    return options
 
 
 def check_equal(found: str, value: Any, key: str, settings: Settings) -> None:

@@ -207,11 +207,15 @@ HF_LLAMA = Keys(
     ),
     fixed={
         **_HF_FIXED,
-        "model_type": ("llama", "mistral"),
-        "architectures": ("LlamaForCausalLM", "MistralForCausalLM"),
+        "model_type": ("llama", "mistral", "qwen2"),
+        "architectures": ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"),
         "hidden_act": ("silu", "swish"),
         # Of SmolLM2, whose rotary positions are Llama's.
         "rope_interleaved": (False,),
+        # Of Qwen2.
+        "use_sliding_window": (False,),
+        "layer_types": ("full_attention",),
+        "use_mrope": (False,),
     },
     flags=_names("attention_bias mlp_bias tie_word_embeddings"),
     # Products are split by pretraining_tp, and added again.
@@ -219,8 +223,24 @@ HF_LLAMA = Keys(
         _HF_COMMON,
         _HF_GENERATION,
         "attention_dropout pretraining_tp is_llama_config transformers.js_config",
+        "max_window_layers",
     ),
 )
+_WHOLE = {"partial_rotary_factor": (1.0,)}
+# The keys of scaled rotary positions beside their rope_type.
+ROPE_TYPES = {
+    "default": Keys(_names(), _WHOLE),
+    "linear": Keys(_names("factor"), _WHOLE),
+    "llama3": Keys(
+        _names("factor original_max_position_embeddings"),
+        {**_WHOLE, "low_freq_factor": (1.0,), "high_freq_factor": (4.0,)},
+    ),
+}
+# Our names of their numbers.
+ROPE_OPTIONS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+}
 # Other names of the same keys, by which transformers reads them too.
 GPT2_ALIASES = {
     "hidden_size": "n_embd",
@@ -296,6 +316,8 @@ VALUES = {
         Range(1e-30, 1, float),
     ),
     "rope_theta": Range(1, 1e30, float),
+    "factor": Range(1, 1e6, float),
+    "original_max_position_embeddings": _SIZE,
     **dict.fromkeys(
         _names("architecture global_pool activation_function act_layer hidden_act"), str
     ),

@@ -163,7 +163,7 @@ def _llama_table(tensors: Tensors, *, tie_head: bool) -> Table:
 
 
 def hf_llama(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
-    """Converts ``LlamaForCausalLM`` or ``MistralForCausalLM`` of transformers."""
+    """Converts Llama's, Mistral's or Qwen2's ``ForCausalLM`` of transformers."""
     settings = source_configs.llama_settings(settings)
     is_tied = settings.get("tie_word_embeddings", False)
     num_layers = count_layers(tensors, r"layers\.(\d+)\.")
@@ -208,7 +208,7 @@ def hf_llama(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         "head_dim": head_dim,
         "mlp_dim": mlp_dim,
         "attention": f"softmax(window={window})" if window else "softmax",
-        "position": f"rope1d(base={float(settings['rope_theta'])})",
+        "position": settings["position"],
         "norm_type": "rms_norm",
         "norm_eps": settings["rms_norm_eps"],
         "activation": "swiglu",

@@ -19,6 +19,8 @@ from tests.helpers.quick import quick_jit  # noqa: E402
 from tools import pretrained  # noqa: E402
 
 BOUND = 1e-4
+LLAMA3 = {"rope_type": "llama3", "factor": 3.0, "original_max_position_embeddings": 8}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 50.0}
 pytestmark = pytest.mark.slow
 
 
@@ -375,11 +377,14 @@ def test_settings_of_gpt2(options, tmp_path):
         ("Llama", {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.1}),
         ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
         ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+        ("Llama", {"rope_parameters": LLAMA3}),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+        ("Qwen2", {"max_window_layers": 1}),
         ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
         ("Mistral", {"sliding_window": 3}),
     ],
 )
-def test_llama_and_mistral(name, options, tmp_path):
+def test_decoders_of_transformers(name, options, tmp_path):
     pytest.importorskip("transformers")
     model = pretrained.hf_llama_model(name, **options)
     model.save_pretrained(tmp_path, max_shard_size="4KB")
@@ -441,6 +446,7 @@ def test_every_key_of_transformers_is_known():
         (transformers.GPT2Config(), source_keys.HF_GPT2),
         (transformers.LlamaConfig(), source_keys.HF_LLAMA),
         (transformers.MistralConfig(), source_keys.HF_LLAMA),
+        (transformers.Qwen2Config(), source_keys.HF_LLAMA),
     ):
         known = {*keys.read, *keys.fixed, *keys.harmless, "rope_parameters"}
         assert not {*config.to_dict(), *generation} - known
@@ -460,6 +466,7 @@ SMALL = {
     "GPT2LMHeadModel": ("hf_gpt2", "", {}),
     "LlamaForCausalLM": ("hf_llama", "", {}),
     "MistralForCausalLM": ("hf_llama", "", {"sliding_window": 3}),
+    "Qwen2ForCausalLM": ("hf_llama", "", {}),
 }
 ACTIVATIONS = (
     *("gelu", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh"),
@@ -470,6 +477,8 @@ ROPES = (
     {"rope_type": "default", "rope_theta": 50.0},
     {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
     {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 50.0},
+    {**LLAMA3, "factor": 2.0},
+    {**LLAMA3, "high_freq_factor": 2.0},
 )
 
 

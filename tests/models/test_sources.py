@@ -248,15 +248,32 @@ def llama(**settings):
     return unwrap(tensors), {**stored, **settings}
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 5}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_parameters={'rope_type': 'llama3', .* does not scale positions: conv",
+            "of config.json has no original_max_position_embeddings, which ro",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling={'type': "),
-        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling={'factor': 2.0}, and relatt"),
+        (
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}},
+            "low_freq_factor=2.0, which relattn's rope1d does not have: expected 1.0",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "of config.json has facto"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn', which relattn's rope1d doe"),
+        (
+            {"rope_scaling": {"rope_type": ["default"]}},
+            r"\['default'\], which relattn's",
+        ),
+        ({"rope_scaling": {"factor": 2.0}}, "keys whose meaning is unknown: factor; r"),
+        (
+            {"rope_scaling": LLAMA3},
+            "rope_parameters and rope_scaling of config.json differ: remove one",
+        ),
         ({"rope_theta": 10.0}, "rope_theta=10.0 does not fit: rope_parameters has rop"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not fit: .* has 2"),
@@ -271,7 +288,8 @@ def llama(**settings):
         ({"vocab_size": 24}, "vocab_size=24"),
         ({"tie_word_embeddings": True}, "lm_head.weight is not embed_tokens.weight"),
         ({"model_type": "llama"}, "sliding_window=3, which Llama does not use: remove"),
-        ({"model_type": "qwen2"}, "model_type='qwen2'"),
+        ({"model_type": "qwen3"}, "model_type='qwen3'"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
         ({"max_position_embeddings": None}, "do not show max_position_embeddings: set"),
         ({"quantization_config": {}}, "quantization_config"),
@@ -306,6 +324,31 @@ def test_the_window_of_mistral_is_asked_for():
     assert converted == known == same
     assert same["model"]["position"] == "rope1d(base=500.0)"
     assert same["model"]["attention"] == "softmax(window=3)"
+
+
+@pytest.mark.parametrize(
+    "rope, options",
+    [
+        (LLAMA3, "base=9.0, factor=8.0, original_length=5"),
+        ({"type": "linear", "factor": 2}, "base=9.0, factor=2"),
+        ({"rope_type": "default", "type": "default"}, "base=9.0"),
+    ],
+)
+def test_scaled_positions_are_those_of_rope1d(rope, options):
+    for keys in (
+        {"rope_parameters": None, "rope_scaling": rope, "rope_theta": 9.0},
+        {"rope_parameters": {**rope, "rope_theta": 9.0}},
+        {"rope_parameters": {**rope, "rope_theta": 9.0}, "rope_scaling": rope},
+    ):
+        model = SOURCES["hf_llama"](*llama(**keys)).config["model"]
+        assert model["position"] == f"rope1d({options})"
+
+
+def test_qwen2_has_no_window_unless_it_is_used():
+    qwen2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    qwen2 |= {"use_sliding_window": False, "max_window_layers": 1, "use_mrope": False}
+    model = SOURCES["hf_llama"](*llama(**qwen2)).config["model"]
+    assert model["attention"] == "softmax"
 
 
 def test_a_llama_without_its_head_is_refused():

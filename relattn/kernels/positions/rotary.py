@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ def rotary_angles(
     head_dim: int,
     *,
     base: float = 10000.0,
+    factor: float = 1.0,
+    original_length: int = 0,
     num_prefix: int = 0,
     torus: Torus | None = None,
 ) -> Float[Array, "n {head_dim//2}"]:
@@ -33,10 +36,18 @@ def rotary_angles(
     number of axes does not divide the number of pairs, the last axes have one more.
     Prefix tokens have angle zero.
 
+    For texts that are longer than those of training, w_t is replaced by w_t / factor
+    (position interpolation) or, with ``original_length`` = L, by
+    w_t (s + (1 - s) / factor) with s = clip((L w_t / (2 pi) - 1) / 3, 0, 1), so that
+    frequencies of at least 4 turns in L tokens stay.
+
     Args:
         positions: Positions in tokens, shape ``[n, axes]``.
         head_dim: Width of a head.
         base: Base of the geometric series of frequencies.
+        factor: Divisor of the frequencies.
+        original_length: Length of the texts of training, in tokens; 0 to divide all
+            frequencies.
         num_prefix: Number of prefix tokens.
         torus: A torus, on which frequencies are rounded to whole turns, multiples of
             2 pi / size; the first of an axis is at least one turn.
@@ -46,8 +57,9 @@ def rotary_angles(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, ``head_dim`` is odd or less
-            than twice the number of axes, ``base`` is not positive, ``torus`` is a
-            plain grid or has other axes, or ``num_prefix`` is negative or exceeds n.
+            than twice the number of axes, ``base`` or ``factor`` is not positive,
+            ``original_length`` is negative, ``torus`` is a plain grid or has other
+            axes, or ``num_prefix`` is negative or exceeds n.
 
     Example:
         >>> rotary_angles(np.array([[0.0], [5.0]]), 4, base=100.0).tolist()
@@ -55,7 +67,9 @@ def rotary_angles(
 
     Source:
         Su et al., RoFormer, section 3.2.2; axes: Heo et al., Rotary Position Embedding
-        for Vision Transformer, section 3.2.
+        for Vision Transformer, section 3.2; factor: Chen et al., Extending Context
+        Window of Large Language Models via Positional Interpolation, section 2.3;
+        original_length: Llama 3.1 as in transformers, ``rope_type="llama3"``.
     """
     num_tokens, axes = positions.shape
     check_prefix(num_tokens, num_prefix)
@@ -63,6 +77,11 @@ def rotary_angles(
         raise ValueError(
             f"rotary positions of {axes} axes need an even head_dim (dim / num_heads) "
             f"of at least {2 * axes}, got {head_dim}"
+        )
+    if not (0 < factor < math.inf and original_length >= 0):
+        raise ValueError(
+            "rotary positions need a finite factor > 0 and original_length >= 0, got "
+            f"{factor} and {original_length}"
         )
     if torus is not None:
         check_torus(torus)
@@ -76,6 +95,10 @@ def rotary_angles(
         # w_t = base^(-t / num)
         num = (head_dim // 2 + axis) // axes
         frequencies = absolute_frequencies(num, base, positions.dtype)
+        # s: 1 from 4 turns in original_length tokens on, 0 below one.
+        turned = original_length * frequencies / (2 * math.pi)
+        kept = jnp.clip((turned - 1) / 3, 0.0, 1.0)
+        frequencies = frequencies * (kept + (1 - kept) / factor)
         if torus is not None:
             turn = turns(torus)[axis]
             # On an axis of up to 3 tokens, all would be rounded to zero.

@@ -75,6 +75,9 @@ class Rope1d(Position):
     Attributes:
         base: The slowest frequency is nearly 1 / base.
         interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
+        factor: Divisor of the frequencies, for longer texts than those of training.
+        original_length: Length of the texts of training: frequencies of at least 4
+            turns in as many tokens stay, as in Llama 3.1; 0 to divide all.
 
     Example:
         >>> layers = Rope1d(dim=8, num_heads=2, num_layers=3).apply({}, (5,), 0)
@@ -88,6 +91,8 @@ class Rope1d(Position):
 
     base: float = 10000.0
     interleaved: bool = False
+    factor: float = 1.0
+    original_length: int = 0
     site: ClassVar[str] = "heads"
     takes_shared_keys: ClassVar[bool] = True
 
@@ -95,8 +100,15 @@ class Rope1d(Position):
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
         """Returns the angles of each layer, the same for all."""
         positions = np.arange(math.prod(grid), dtype=np.float32)
-        positions = np.pad(positions, (num_prefix, 0))[:, None]
-        return _rotary_layers(self, positions, num_prefix)
+        angles = rotary.rotary_angles(
+            np.pad(positions, (num_prefix, 0))[:, None],
+            self.head_dim,
+            base=self.base,
+            factor=self.factor,
+            original_length=self.original_length,
+            num_prefix=num_prefix,
+        )
+        return [RotaryHeads(angles, self.interleaved)] * self.num_layers
 
 
 class Rope2d(Position):
@@ -137,25 +149,14 @@ class Rope2d(Position):
                 "position 'rope2d' depends on the position in its scores with CLS, so "
                 "a torus needs it without: choose pool='mean'"
             )
-        positions = offsets.grid_positions(grid, num_prefix)
-        torus = grid if isinstance(grid, Torus) else None
-        return _rotary_layers(self, positions, num_prefix, torus)
-
-
-def _rotary_layers(
-    module: Rope1d | Rope2d,
-    positions: Float[np.ndarray, "n axes"],
-    num_prefix: int,
-    torus: Torus | None = None,
-) -> list[RotaryHeads]:
-    angles = rotary.rotary_angles(
-        positions,
-        module.head_dim,
-        base=module.base,
-        num_prefix=num_prefix,
-        torus=torus,
-    )
-    return [RotaryHeads(angles, module.interleaved)] * module.num_layers
+        angles = rotary.rotary_angles(
+            offsets.grid_positions(grid, num_prefix),
+            self.head_dim,
+            base=self.base,
+            num_prefix=num_prefix,
+            torus=grid if isinstance(grid, Torus) else None,
+        )
+        return [RotaryHeads(angles, self.interleaved)] * self.num_layers
 
 
 class LearnedRotation(Position):

@@ -37,6 +37,24 @@ def test_matches_multiplication_by_complex_numbers(positions):
     )
 
 
+@pytest.mark.parametrize("original_length", [0, 29])
+def test_lower_frequencies_match_the_reference(original_length):
+    # In 29 tokens, the five frequencies turn 4.6, 1.8, 0.7, 0.3 and 0.1 times.
+    options = {"base": 100.0, "factor": 3.0, "original_length": original_length}
+    positions, x = np.arange(7.0)[:, None], normal(0, 2, 7, 10)
+    compare.expect_equal(
+        lambda x: rotate(x, rotary_angles(np.float32(positions), 10, **options)),
+        functools.partial(reference.rotary, positions=positions, **options),
+        [x],
+    )
+
+
+@pytest.mark.parametrize("options", [{"factor": 0.0}, {"original_length": -1}])
+def test_a_wrong_factor_raises(options):
+    with pytest.raises(ValueError, match="need a finite factor > 0 and original_leng"):
+        rotary_angles(np.zeros((3, 1), np.float32), 4, **options)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_scores_depend_only_on_offset(interleaved):
     def all_scores():

@@ -152,10 +152,10 @@ def confusion_matrix(
 
 
 def _results(run: Run) -> dict[str, Any]:
-    """Returns the results of the run's seed in ``result.json``, as text."""
-    result = read_result(run.workdir, run.config.seed)
+    """Returns the results of the run's checkpoint in ``result.json``, as text."""
+    result = read_result(run.workdir, run.config.seed, run.step)
     if not result:
-        return {"state": "not finished: there is no result.json"}
+        return {"state": "result.json has none of this checkpoint"}
     return {title(key): format_value(key, value) for key, value in result.items()}
 
 

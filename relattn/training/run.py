@@ -375,7 +375,7 @@ class Run:
             )
         config = self.pretrained_config()
         # Nothing is written unless everything can be read.
-        metrics = read_result(self.workdir, self.config.seed)
+        metrics = read_result(self.workdir, self.config.seed, self.step)
         text = model_card(config, metrics, license)
         pretrained.save_pretrained(
             folder,

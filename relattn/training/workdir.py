@@ -444,13 +444,24 @@ def write_text(path: Path, text: str) -> None:
         files.replace_file(path, text)
 
 
-def read_result(workdir: Path, seed: int) -> dict[str, Any]:
-    """Returns the metrics of a seed of a finished run, or an empty dictionary."""
+def read_result(workdir: Path, seed: int, step: int) -> dict[str, Any]:
+    """Returns the metrics of a seed in ``result.json``.
+
+    Args:
+        workdir: The run directory.
+        seed: The seed.
+        step: The checkpoint that they should be of.
+
+    Returns:
+        The metrics; empty if the run has not finished, or if they are of another
+        checkpoint: the latest is not the best, or the run was extended.
+    """
     if not (workdir / "result.json").is_file():
         return {}
     result = read_results(workdir)
     runs = {each["seed"]: each for each in result.pop("runs", [])}
-    return result | runs.get(seed, {})
+    found = result | runs.get(seed, {})
+    return found if found.get("best_step", step) == step else {}
 
 
 def read_results(workdir: Path) -> dict[str, Any]:

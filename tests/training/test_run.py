@@ -294,6 +294,15 @@ def test_latest_is_the_last_step(workdir):
         training.load_run(workdir, "last")
 
 
+def test_the_metrics_of_a_card_are_those_of_its_checkpoint(workdir, tmp_path):
+    best = training.load_run(workdir)
+    # As the latest checkpoint, or the best one of a run that was extended.
+    for run in (best, dataclasses.replace(best, step=best.step + 1)):
+        run.save_pretrained(tmp_path / "saved")
+        card = (tmp_path / "saved" / "README.md").read_text()
+        assert ("test_accuracy" in card) == (run is best)
+
+
 def test_a_model_is_not_saved_in_the_directory_of_its_run(workdir):
     before = contents(workdir)
     with pytest.raises(ValueError, match="is the directory of the run, .*: choose an"):

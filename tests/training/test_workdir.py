@@ -173,14 +173,16 @@ def test_the_cores_are_those_that_xla_uses(monkeypatch):
     assert workdir.describe_cpu()["cores"] == 1
 
 
-def test_read_result_of_a_seed(tmp_path):
-    assert read_result(tmp_path, 7) == {}
-    runs = [{**GOOD_RESULT, "seed": seed, "test_loss": float(seed)} for seed in (5, 7)]
+def test_read_result_of_a_seed_and_a_checkpoint(tmp_path):
+    assert read_result(tmp_path, 7, 2) == {}
+    result = {**GOOD_RESULT, "best_step": 2}
+    runs = [{**result, "seed": seed, "test_loss": float(seed)} for seed in (5, 7)]
     write_json(tmp_path / "result.json", {**GOOD_RESULT, "runs": runs})
-    assert read_result(tmp_path, 7) == {**GOOD_RESULT, "seed": 7, "test_loss": 7.0}
+    assert read_result(tmp_path, 7, 2) == {**result, "seed": 7, "test_loss": 7.0}
+    assert read_result(tmp_path, 7, 3) == {}
     # A loss may be infinite.
     write_json(tmp_path / "result.json", {**GOOD_RESULT, "test_loss": math.inf})
-    assert read_result(tmp_path, 7)["test_loss"] == math.inf
+    assert read_result(tmp_path, 7, 2)["test_loss"] == math.inf
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_a_damaged_result_is_named(tmp_path, content, problem):
         content = json.dumps({**GOOD_RESULT, **content}).encode()
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"result.json .*{problem}.*: repeat") as info:
-        read_result(tmp_path, 3)
+        read_result(tmp_path, 3, 2)
     assert len(str(info.value)) < 400 + len(str(path))
 
 

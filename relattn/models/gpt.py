@@ -179,8 +179,11 @@ class GPT(nn.Module):
             dtype=self.dtype,
             name="embedding",
         )
+        # As wide as the size of the vocabulary.
+        tokens = tokens if tokens.dtype.itemsize > 4 else tokens.astype(jnp.int32)
         # A negative id would count from the end; one that is too large is NaN.
-        tokens = jnp.where(tokens < 0, jnp.int32(self.vocab_size), tokens)
+        unknown = jnp.asarray(self.vocab_size, tokens.dtype)
+        tokens = jnp.where(tokens < 0, unknown, tokens)
         if key_mask is not None:
             # Ids of padding may be out of range.
             tokens = jnp.where(key_mask, tokens, 0)

@@ -387,6 +387,15 @@ def test_ids_out_of_range_give_nan(token):
     assert jnp.isfinite(run(apply, variables, tokens)).all()
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint64"])
+def test_ids_may_have_any_dtype_of_integers(dtype):
+    model, variables, tokens = make()
+    expected = run(model.apply, variables, tokens)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        found = quick_jit(model.apply)(variables, tokens.astype(dtype))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_sequence_longer_than_the_context_raises():
     model, variables, tokens = make()
     message = "sequence of 14 tokens is longer than context_length=7"

@@ -76,7 +76,8 @@ WITH_OPTIONS = [
 
 
 @pytest.mark.parametrize("position", [*POSITIONS, *WITH_OPTIONS])
-def test_positions_have_float32_parameters_if_float64_is_enabled(position):
+def test_positions_are_in_float32_if_float64_is_enabled(position):
+    """A bias in float64 would widen the scores of all pairs."""
     _, make = build("softmax", position, dim=8, num_heads=2, num_layers=3)
     module, tokens = make(), np.ones((1, 6, 8), np.float32)
     grids = [(2, 3), *([] if module.needs_plane else [(6,)])]
@@ -85,7 +86,7 @@ def test_positions_have_float32_parameters_if_float64_is_enabled(position):
         def call(module, tokens, grid=grid):
             return module.add_to_tokens(tokens, grid), module.per_layer(grid, 0)
 
-        expect_float32(functools.partial(module.init, method=call), tokens)
+        expect_float32(functools.partial(module.init_with_output, method=call), tokens)
 
 
 @pytest.mark.parametrize("name", MODELS)

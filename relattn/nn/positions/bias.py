@@ -120,14 +120,14 @@ class SincosBias(Position):
             )
         pairs = len(grid) * self.num_scales
         if isinstance(grid, Torus):
-            scales = jnp.arange(1.0, self.num_scales + 1)
+            scales = jnp.arange(1, self.num_scales + 1, dtype=jnp.float32)
             axes = jnp.diag(sinusoids.turns(grid))
         else:
             scales = self.param(
                 "frequencies",
                 lambda _: sinusoids.length_scale_frequencies(self.num_scales),
             )
-            axes = jnp.eye(len(grid))
+            axes = jnp.eye(len(grid), dtype=jnp.float32)
         coefficients = self.param(
             "coefficients",
             nn.initializers.normal(1.0),

@@ -26,16 +26,8 @@ def test_mask_separates_runs():
     np.testing.assert_array_equal(mask, [expected, np.ones((N, N), bool)])
 
 
-@pytest.mark.quick("softmax-False")
-@pytest.mark.parametrize(
-    ("attention", "causal"), [("softmax", False), ("softmax", True), ("favor", True)]
-)
-def test_layers_attend_within_runs(attention, causal):
-    make, _ = build(
-        attention, "none", dim=DIM, num_heads=2, num_layers=1, causal=causal
-    )
-    module = make(layer=0)
-    x = normal(1, 1, N, DIM)
+def packed_and_alone(module, x):
+    """Returns the outputs of packed sequences, and of each sequence alone."""
 
     @quick_jit
     def outs(x):
@@ -44,7 +36,20 @@ def test_layers_attend_within_runs(attention, causal):
         alone = [module.apply(variables, x[:, slice(*run)]) for run in RUNS]
         return packed, jnp.concatenate(alone, axis=1)
 
-    np.testing.assert_allclose(*outs(x), atol=2e-6)
+    return outs(x)
+
+
+@pytest.mark.quick("softmax-False")
+@pytest.mark.parametrize(
+    ("attention", "causal"), [("softmax", False), ("softmax", True), ("favor", True)]
+)
+def test_layers_attend_within_runs(attention, causal):
+    make, _ = build(
+        attention, "none", dim=DIM, num_heads=2, num_layers=1, causal=causal
+    )
+    np.testing.assert_allclose(
+        *packed_and_alone(make(layer=0), normal(1, 1, N, DIM)), atol=2e-6
+    )
 
 
 @pytest.mark.quick("4")
@@ -74,12 +79,4 @@ def test_a_model_attends_within_runs(attention):
         attention=attention,
     )
     tokens = jnp.arange(N)[None] % 7
-
-    @quick_jit
-    def outs(tokens):
-        variables = model.init(jax.random.key(0), tokens)
-        packed = model.apply(variables, tokens, segment_ids=jnp.asarray(IDS)[None])
-        alone = [model.apply(variables, tokens[:, slice(*run)]) for run in RUNS]
-        return packed, jnp.concatenate(alone, axis=1)
-
-    np.testing.assert_allclose(*outs(tokens), atol=2e-5)
+    np.testing.assert_allclose(*packed_and_alone(model, tokens), atol=2e-5)

@@ -7,7 +7,6 @@ import types
 import numpy as np
 import pytest
 
-from relattn.evaluation.shift import ShiftedPredictions, shifts_along
 from relattn.training.config_file import read_config
 from studies import redraws
 from studies.presets import PRESETS, Redraws
@@ -20,6 +19,7 @@ from studies.redraws import (
     redraw_report,
     write_predictions,
 )
+from tests.helpers.shift_results import ONE, result
 from tests.helpers.trained import make_training
 
 STUDY = Redraws(
@@ -31,21 +31,14 @@ STUDY = Redraws(
 )
 
 
-def predictions(kept, labels=(0, 1, 1, 1), draws=1, seed=0):
+def predictions(kept, draws=1, seed=0):
     """All images are right unmoved; moved right, the first ``kept`` of four stay so."""
-    labels = np.array(labels, np.int32)
+    labels = (0, 1, 1, 1)
     moved = np.where(np.arange(4) < kept, labels, 7)
-    return ShiftedPredictions(
-        run=f"run-{seed}",
-        dataset="mnist",
-        model="performer",
-        attention="favor",
-        position="none",
-        recipe="a",
-        shifts=shifts_along("x", 1),
-        predicted=np.stack([labels, labels, moved]).astype(np.int32),
-        random_predicted=moved[None].astype(np.int32),
-        labels=labels,
+    return dataclasses.replace(
+        result(ONE, seed=seed, labels=labels),
+        predicted=np.stack([labels, labels, moved]),
+        random_predicted=moved[None],
         draws=draws,
     )
 

@@ -259,9 +259,5 @@ def _scores(index, q, k, t_q, t_k, precision):
 
 def _values(index, weights, v, t_v, precision):
     if t_v is None:
-        return _sum_values(weights, v, precision)
+        return wide_einsum(precision)("bhij,bjhd->bhid", weights, widen(v))
     return index.values(weights, v, t_v, precision)
-
-
-def _sum_values(weights, v, precision):
-    return wide_einsum(precision)("bhij,bjhd->bhid", weights, widen(v))

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
-from relattn.kernels.masks import finite_tokens
+from relattn.kernels.masks import finite_masked, finite_tokens
 from relattn.messages import shorten
 from relattn.nn.blocks import Linear, default_head_dim
 
@@ -286,6 +286,8 @@ class MultiHeadAttention(nn.Module):
             x = finite_tokens(x, key_mask)
         else:
             memory = finite_tokens(memory, key_mask)
+        if index is not None and x.shape[-2] > 1:
+            x = finite_masked(x, jnp.arange(x.shape[-2]) <= index)
         # An axis for the heads, also of a mask without a batch.
         key_mask, segment_ids = (
             None if mask is None else jnp.atleast_2d(jnp.asarray(mask))[..., None, :]

@@ -331,7 +331,7 @@ def expect_decoding_equals_full_attention(module, variables, x, encoding):
     @quick_jit
     def outputs(cache, x):
         # Prefill with three tokens, followed by padding.
-        padded = x[:, :5].at[:, 3:].set(17.0)
+        padded = x[:, :5].at[:, 3:].set(jnp.array([[17.0], [jnp.nan]]))
         prompt, filled = apply(variables, padded, 2)
         prefilled = jnp.concatenate([prompt[:, :3], decode(filled, x, 3)], axis=1)
         expected = module.apply(variables, x, grid=(N,), position=encoding)

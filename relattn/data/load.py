@@ -72,8 +72,8 @@ IMAGE_OPTIONS = {
 }
 
 # Those without a default, or whose default depends on the images.
-_OTHER_OPTIONS = ("name", "image_size", "mean", "std", "interpolation", "crop_pct")
-_ALL_IMAGE_OPTIONS = (*IMAGE_OPTIONS, *_OTHER_OPTIONS)
+OTHER_IMAGE_OPTIONS = ("image_size", "mean", "std", "interpolation", "crop_pct")
+_ALL_IMAGE_OPTIONS = ("name", *IMAGE_OPTIONS, *OTHER_IMAGE_OPTIONS)
 _POINT_OPTIONS = ("source", "name", "data_dir", "num_validation", "split_seed")
 _TEXT_OPTIONS = (
     "source",

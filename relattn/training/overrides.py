@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.command import split_overrides
+from relattn.data.load import OTHER_IMAGE_OPTIONS
 from relattn.messages import closest, shorten
 
 
@@ -35,7 +36,7 @@ def typed_keys(options: Sequence[str]) -> set[str]:
 
 
 def override(config: ConfigDict, options: Sequence[str]) -> None:
-    """Overrides keys of a configuration, and any option of its model.
+    """Overrides keys of a configuration, and any option of its model or its images.
 
     A value has the type of the present one, or that of the model's option. If it is not
     bool, int, float or str, the text is any Python literal, or else a string.
@@ -111,11 +112,12 @@ def _find_type(config: ConfigDict, key: str) -> str:
         options |= models.model_options(model)
     if path == ["model"] and name in options:
         return inspect.formatannotation(options[name].annotation).strip("'")
-    if key == "data.image_size":
-        # A side, or the height and width.
+    more = {"model": options, "data": OTHER_IMAGE_OPTIONS}.get(".".join(path), ())
+    if path == ["data"] and name in more:
+        # The configuration need not have it, and a size may be a side or two.
         return ""
     if name not in parent:
-        names = {*parent, *options} if path == ["model"] else {*parent}
+        names = {*parent, *more}
         hint = _find_elsewhere(config, name, options) or closest(name, names)
         raise ValueError(f"there is no --config.{shown}: {hint}")
     if isinstance(parent[name], ConfigDict):

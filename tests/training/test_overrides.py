@@ -80,6 +80,15 @@ def test_an_image_size_is_a_side_or_a_pair(text, sides):
     assert input_shape(found.data, info) == (*sides, 1)
 
 
+def test_an_option_of_images_need_not_be_in_the_configuration():
+    given = {"interpolation": "bicubic", "crop_pct": 0.9, "mean": (0.5,)}
+    options = [f"--config.data.{key}={value}" for key, value in given.items()]
+    found = read_config("rpe_vit", options).data
+    assert {key: found[key] for key in given} == given
+    with pytest.raises(ValueError, match="no --config.data.interpol: did.*interpolat"):
+        read_config("rpe_vit", ["--config.data.interpol=bicubic"])
+
+
 @pytest.mark.parametrize("text", ["four", "None", "4.0", "(4,)", "(4, 2, 1)", "True"])
 def test_other_patches_are_refused(text):
     found = read_config("demo", [f"--config.model.patch_size={text}"]).model

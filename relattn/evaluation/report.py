@@ -154,8 +154,9 @@ def confusion_matrix(
 def _results(run: Run) -> dict[str, Any]:
     """Returns the results of the run's checkpoint in ``result.json``, as text."""
     result = read_result(run.workdir, run.config.seed, run.step)
-    if not result:
-        return {"state": "result.json has none of this checkpoint"}
+    if run.resized or not result:
+        what = "this size" if run.resized else "this checkpoint"
+        return {"state": f"result.json has none of {what}"}
     return {title(key): format_value(key, value) for key, value in result.items()}
 
 

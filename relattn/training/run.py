@@ -64,6 +64,7 @@ class Run:
         given: Whether the training data were given in memory: calls that need them
             take them as ``data=``.
         contents: A hash of the training data; "" if it is not known.
+        resized: Whether `load_run` changed the size of the images.
     """
 
     config: ConfigDict
@@ -76,6 +77,7 @@ class Run:
     checkpoint: str
     given: bool = False
     contents: str = ""
+    resized: bool = False
 
     def __repr__(self) -> str:
         """Returns a line, without the arrays of the variables."""
@@ -376,7 +378,7 @@ class Run:
         config = self.pretrained_config()
         # Nothing is written unless everything can be read.
         metrics = read_result(self.workdir, self.config.seed, self.step)
-        text = model_card(config, metrics, license)
+        text = model_card(config, {} if self.resized else metrics, license)
         pretrained.save_pretrained(
             folder,
             config,

@@ -245,7 +245,8 @@ class SavedRun:
         return self.step if history.best_step is None else history.best_step
 
     def _run(self, seed: int, step: int, variables: dict[str, Any]) -> Run:
-        if self.task is not self.trained:
+        resized = self.task is not self.trained
+        if resized:
             variables = _resize(self.trained, self.task, variables)
         config = ConfigDict(self.task.config.to_dict())
         config.update(seed=seed, num_seeds=1)
@@ -260,6 +261,7 @@ class SavedRun:
             checkpoint=self.checkpoint,
             given=self.given,
             contents=self.contents,
+            resized=resized,
         )
 
 

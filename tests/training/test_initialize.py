@@ -617,6 +617,10 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
     card = (tmp_path / "saved" / "README.md").read_text()
     for text in ("license: cc0-1.0", "# vit on columns", "| test_accuracy | "):
         assert text in card
+    # The results are those of images of the size of training.
+    resized = training.load_run(tmp_path / "run", image_size=3)
+    resized.save_pretrained(tmp_path / "resized")
+    assert "test_accuracy" not in (tmp_path / "resized" / "README.md").read_text()
     assert "(pixels / 255 - mean) / std, mean 0.4000, std 0.2000." in card
     assert "arrays: uint8 [n, 5, 5, 1].\ninputs = pretrained.preprocess(images)" in card
     config = run.pretrained_config()

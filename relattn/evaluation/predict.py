@@ -34,6 +34,7 @@ from relattn.files import expand, replace_file, usable_file
 from relattn.messages import check_choice, printable
 from relattn.models.pretrained import class_names_of, load_pretrained
 from relattn.training import Run, load_run
+from relattn.training.draws import check_draws, make_average_fn
 from relattn.training.predict import Predictions, pad_points, require_kind, warn_of_nan
 from relattn.training.saved_run import is_saved_model
 
@@ -201,8 +202,6 @@ def _predict_saved(
 ) -> tuple[Predictions, Sequence[str]]:
     """Returns what `_predict` does, of a saved model."""
     check_choice("checkpoint", given.checkpoint, ("best", "latest"))
-    if given.draws not in (None, 1):
-        raise ValueError(f"--draws={given.draws} needs a run, and {folder} is a model")
     loaded = load_pretrained(folder, image_size=given.image_size)
     num_classes = loaded.config.get("num_classes", 0)
     if loaded.model.inputs not in ("images", "points") or not num_classes:
@@ -210,7 +209,13 @@ def _predict_saved(
             f"{folder} does not classify images: name a run or a model that does"
         )
     check_top(given.top, num_classes)
-    apply = jax.jit(loaded.model.apply)
+    training = loaded.config.get("training", {})
+    draws = training.get("eval_draws", 1) if given.draws is None else given.draws
+    check_draws(draws, loaded.variables.get("random_features"))
+    logits = functools.partial(jax.jit(loaded.model.apply), loaded.variables)
+    if draws > 1:
+        seed = training.get("seed", 0)
+        logits = make_average_fn(loaded.model, loaded.variables, seed, draws)
     size = BATCH_SIZE if given.batch_size is None else given.batch_size
     check_eval_batch(size)
     if loaded.model.inputs == "points":
@@ -225,7 +230,7 @@ def _predict_saved(
         batches = (loaded.preprocess(images[i : i + size]) for i in starts)
     found = [np.zeros((0, num_classes), np.float32)]
     for inputs in batches:
-        found.append(np.asarray(jax.nn.softmax(apply(loaded.variables, inputs))))
+        found.append(np.asarray(jax.nn.softmax(logits(inputs).astype(np.float32))))
     class_names = class_names_of(loaded.config) or range(num_classes)
     probabilities = np.concatenate(found)
     warn_of_nan(probabilities)

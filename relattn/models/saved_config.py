@@ -52,7 +52,11 @@ _SCHEMA = {
     "model": MODEL,
     **_SIZES,
     "data?": {"kind?": str},
-    "training?": {"data": _OPTIONS},
+    "training?": {
+        "data": _OPTIONS,
+        "seed?": Range(0, 2**32),
+        "eval_draws?": Range(1, 2**16),
+    },
     "preprocessing?": preprocessing.SCHEMA,
     # Only of a converted model: a run has them in its data.
     "class_names?": [str],

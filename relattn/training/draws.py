@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +99,27 @@ def draw_features(random_features: Any, key: Key[Array, ""], draws: int) -> Any:
         random_features,
         others,
     )
+
+
+def make_average_fn(
+    model: nn.Module, variables: Mapping[str, Any], seed: int, draws: int
+) -> Callable[[Any], Float[Array, "*batch classes"]]:
+    """Makes a compiled function from inputs to the logits of `average_draws`.
+
+    Args:
+        model: A model with random features.
+        variables: Its variables.
+        seed: The run's seed, for `draw_features`.
+        draws: Number of draws.
+
+    Returns:
+        The function, for one device.
+    """
+    draw = jax.jit(functools.partial(draw_features, draws=draws))
+    drawn = draw(variables["random_features"], jax.random.key(seed))
+    logits = jax.jit(functools.partial(average_draws, model.apply))
+    variables = jax.device_put({**variables, "random_features": drawn})
+    return functools.partial(logits, variables)
 
 
 def average_draws(

@@ -31,7 +31,7 @@ from relattn.models.model_card import model_card
 from relattn.training import predict as predict_lib
 from relattn.training.config import to_json
 from relattn.training.devices import make_parallel
-from relattn.training.draws import average_draws, check_draws, draw_features
+from relattn.training.draws import check_draws, draw_features, make_average_fn
 from relattn.training.evaluator import Evaluator
 from relattn.training.given_data import require_data
 from relattn.training.metrics import metrics_of
@@ -434,16 +434,9 @@ def make_predict_fn(
     if draws == 1:
         return run._logits
     if draws not in run._averages:
-        model, key = run.model, jax.random.key(run.config.seed)
-        features = run.variables["random_features"]
-        drawn = jax.jit(functools.partial(draw_features, draws=draws))(features, key)
-
-        @jax.jit
-        def logits(variables: Any, inputs: jax.Array) -> jax.Array:
-            return average_draws(model.apply, variables, inputs)
-
-        variables = jax.device_put({**run.variables, "random_features": drawn})
-        run._averages[draws] = functools.partial(logits, variables)
+        run._averages[draws] = make_average_fn(
+            run.model, run.variables, run.config.seed, draws
+        )
     return run._averages[draws]
 
 

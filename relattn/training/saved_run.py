@@ -132,7 +132,10 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
     data = {"source": "text", "context_length": length, "bpe_dir": files}
     logits = length * size
     sizes = {"eval_batch_size": max(1, min(256, MAX_LOGITS // logits))}
-    config = complete({"model": loaded.config["model"], "data": data, **sizes})
+    # Those of its run are drawn again.
+    training = loaded.config.get("training", {})
+    draws = {key: training[key] for key in ("seed", "eval_draws") if key in training}
+    config = complete({"model": loaded.config["model"], "data": data, **sizes, **draws})
     info = TextInfo(
         name=Path(folder).name,
         tokenizer=tokenizer.name,

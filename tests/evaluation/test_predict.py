@@ -6,14 +6,17 @@ import io
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
 from relattn import load_pretrained
 from relattn.evaluation import predict as predict_lib
+from relattn.models import pretrained
+from relattn.training.draws import draw_features
 from relattn.training.saved_run import load_text_run
-from tests.helpers.quick import normal
+from tests.helpers.quick import normal, quick_jit
 from tests.training.test_initialize import PREPROCESSING, save
 
 MODEL = {"name": "vit", "dim": 6, "num_heads": 2, "num_layers": 1, "mlp_dim": 5}
@@ -94,6 +97,43 @@ def test_a_saved_model_of_nan_warns(tmp_path, photos, monkeypatch):
         predict_lib.main([str(tmp_path / "vit"), str(photos)])
 
 
+def test_a_saved_model_averages_the_draws_of_its_run(tmp_path, photos, capsys):
+    model = {**CONFIG["model"], "attention": "favor(num_features=3)"}
+    info = {"name": "pets", "class_names": ["cat", "dog"], "origin": "here"}
+    info |= {"image_shape": [8, 8, 3], "mean": [0.1] * 3, "std": [0.3] * 3}
+    training = {"data": {"standardize": True}, "seed": 5, "eval_draws": 3}
+    config = CONFIG | {"num_classes": 2, "data": {**info, "num_train": 7}}
+    config |= {"model": model, "training": training}
+    shapes = pretrained.abstract(pretrained.build(config), config)
+    rng = np.random.default_rng(0)
+    variables = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), shapes)
+    pretrained.save_pretrained(tmp_path / "vit", config, variables)
+    folder = str(tmp_path / "vit")
+    loaded, files = load_pretrained(folder), sorted(photos.iterdir())
+
+    @quick_jit
+    def probabilities(variables, inputs):
+        features = variables["random_features"]
+        drawn = draw_features(features, jax.random.key(5), 3)
+        draws = (jax.tree.map(lambda x, i=i: x[i], drawn) for i in range(3))
+        return jnp.stack(
+            [
+                jax.nn.softmax(
+                    loaded.model.apply({**variables, "random_features": draw}, inputs)
+                )
+                for draw in draws
+            ]
+        )
+
+    each = probabilities(loaded.variables, loaded.preprocess(files))
+    assert np.abs(each[1:] - each[0]).max(axis=(1, 2)).min() > 1e-4
+    for words, draws in (([], 3), (["--draws=1"], 1), (["--draws=2"], 2)):
+        predict_lib.main([folder, str(photos), "--probabilities", *words])
+        _, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
+        found = np.array([row[4:] for row in rows], np.float32)
+        np.testing.assert_allclose(found, each[:draws].mean(axis=0), atol=2e-6)
+
+
 def test_a_saved_model_of_points_predicts_files_of_them(tmp_path, capsys):
     model = {**MODEL, "name": "point_transformer"}
     config = {"model": model, "num_classes": 3, "point_shape": [5, 2, 1]}
@@ -125,7 +165,7 @@ def test_a_saved_model_of_points_predicts_files_of_them(tmp_path, capsys):
     [
         ({"num_classes": 0}, [], "does not classify images: name a run"),
         ({"num_classes": 7}, ["--top=8"], "--top=8 must be from 1 to 7"),
-        ({"num_classes": 7}, ["--draws=2"], "--draws=2 needs a run"),
+        ({"num_classes": 7}, ["--draws=2"], "draws=2 needs random features"),
     ],
 )
 def test_what_a_saved_model_cannot_do(tmp_path, photos, capsys, config, words, message):

@@ -191,8 +191,10 @@ def test_a_saved_model_continues_text(workdir, tmp_path, capsys):
 
 def test_few_windows_of_a_large_vocabulary_make_a_batch(workdir, tmp_path, monkeypatch):
     """A batch of GPT-2's 1,024 tokens would have 13 GB of logits for 64 windows."""
-    save(workdir, tmp_path, {"tokenizer": "bytes"})
+    of_run = {"seed": 7, "eval_draws": 3}
+    save(workdir, tmp_path, {"tokenizer": "bytes", "training": {"data": {}, **of_run}})
     run = saved_run.load_text_run(tmp_path)
+    assert (run.config.seed, run.config.eval_draws) == (7, 3)
     assert run.config.eval_batch_size == 256
     window = run.config.data.context_length * 256
     monkeypatch.setattr(saved_run, "MAX_LOGITS", 3 * window + 1)

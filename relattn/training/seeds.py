@@ -90,7 +90,9 @@ class SeedsTask(Task):
 
     def create_state(self) -> TrainState:
         """Returns the stacked states before the first update."""
-        return jax.jit(jax.vmap(self.single.init, out_axes=STATE_AXES))(self.key)
+        # Not vmap, in which keys of "rbg" draw other numbers than alone.
+        state = jax.jit(lambda keys: jax.lax.map(self.single.init, keys))(self.key)
+        return state.replace(step=state.step[0])
 
     @functools.cached_property
     def train_step(self) -> TrainStep:
@@ -106,13 +108,21 @@ class SeedsTask(Task):
     def redraw(self) -> Redraw | None:
         """The redraw of stacked random features; the seeds share the step."""
         redraw = self.single.redraw
-        return redraw and jax.vmap(redraw, in_axes=(0, 0, None))
+        if redraw is None:
+            return None
+        return lambda features, keys, step: jax.lax.map(
+            lambda args: redraw(*args, step), (features, keys)
+        )
 
     @functools.cached_property
     def draw(self) -> Draw | None:
         """The draws of stacked random features in evaluation."""
         draw = self.single.draw
-        return draw and jax.vmap(draw)
+        if draw is None:
+            return None
+        return lambda features, keys: jax.lax.map(
+            lambda args: draw(*args), (features, keys)
+        )
 
     def unstack(self, state: TrainState) -> list[TrainState]:
         """Returns the state of each seed, copied so that the others can be freed."""

@@ -1,5 +1,6 @@
 """Seeds that train together equal separate runs."""
 
+import functools
 import json
 
 import chex
@@ -15,6 +16,7 @@ from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics_log import read_rows
 from tests.helpers.interrupted import train_until, untimed_rows
+from tests.helpers.quick import quick_jit
 from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -56,6 +58,32 @@ def count_reads(monkeypatch):
 def seeds_config(config):
     config.seed, config.num_seeds = 5, 3
     return config
+
+
+@pytest.mark.quick("rbg")
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_each_seed_draws_what_it_draws_alone(seeds_config, impl):
+    seeds_config.update(redraw_every=1, eval_draws=2)
+
+    def draw(num_seeds, seed):
+        seeds_config.update(num_seeds=num_seeds, seed=seed)
+        task = seeds.make_task(seeds_config, make_data().info)
+
+        @quick_jit
+        def drawn():
+            state = task.create_state()
+            features = state.random_features
+            redrawn = task.redraw(features, task.key, state.step + 3)
+            return state.variables, redrawn, task.draw(features, task.key)
+
+        return drawn()
+
+    with jax.default_prng_impl(impl):
+        together, alone = draw(2, 5), draw(1, 6)
+    second = jax.tree.map(lambda x: x[1], together)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5), second, alone
+    )
 
 
 @pytest.mark.parametrize(

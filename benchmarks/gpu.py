@@ -122,16 +122,8 @@ class Card:
         return 1e3 * max(computing, moved / self.ceilings["copy"])
 
 
-def kernel_row(kernel: str, sizes: Sizes) -> Prepare:
-    """Returns a row that times a kernel's forward and backward pass.
-
-    Args:
-        kernel: Key of `CASES`.
-        sizes: Sizes of the inputs; on a CPU small ones replace them.
-
-    Returns:
-        A function that compiles it for a card.
-    """
+def _kernel_row(kernel: str, sizes: Sizes) -> Prepare:
+    """Returns a row that times a kernel's forward and backward pass."""
 
     def prepare(card: Card) -> Measure:
         case = CASES[kernel]
@@ -205,17 +197,11 @@ def _least_work(kernel: str, sizes: Sizes) -> tuple[float, float]:
     return share * matmul_flops(function, *inputs), moved
 
 
-def step_row(name: str, *overrides: str, fill: bool = False) -> Prepare:
-    """Returns a row that times a training step.
+def _step_row(name: str, *overrides: str, fill: bool = False) -> Prepare:
+    """Returns a row that times a training step, with ``--config.key=value`` options.
 
-    Args:
-        name: Key of `STEPS`.
-        *overrides: Options ``--config.key=value``.
-        fill: Whether to train on as many examples as fill a quarter of the memory, by
-            that of the row of the same name at the published batch.
-
-    Returns:
-        A function that compiles it for a card.
+    With ``fill``, on as many examples as fill a quarter of the memory, by that of the
+    row of the same name at the published batch.
     """
 
     def prepare(card: Card) -> Measure:
@@ -288,15 +274,8 @@ def _draw_batch(shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     }
 
 
-def accuracy_row(mechanism: Any) -> Prepare:
-    """Returns a row with a kernel's errors, compared with its float64 reference.
-
-    Args:
-        mechanism: A row of `tests.mechanisms`.
-
-    Returns:
-        A function that computes the reference on the CPU.
-    """
+def _accuracy_row(mechanism: Any) -> Prepare:
+    """Returns a row with a kernel's errors, compared with its float64 reference."""
 
     def prepare(card: Card) -> Measure:
         kernel, inputs = mechanism.kernel_and_inputs()
@@ -337,7 +316,7 @@ def _kernel_rows(
             if "cudnn" in kernel and dtype == "float32":
                 continue
             given = Sizes(length, batch=batch, dtype=dtype, **sizes)
-            yield f"{kernel}@{length}x{batch}, {dtype}", kernel_row(kernel, given)
+            yield f"{kernel}@{length}x{batch}, {dtype}", _kernel_row(kernel, given)
 
 
 _CAUSAL = (
@@ -391,9 +370,9 @@ def _rows() -> Iterator[tuple[str, Prepare]]:
         "rpe_vit_favor_rope2d",
         "rpe_vit_relu_string_gate",
     ):
-        yield f"step:{name}", step_row(name)
+        yield f"step:{name}", _step_row(name)
     for mechanism in MECHANISMS:
-        yield f"accuracy:{mechanism.name}", accuracy_row(mechanism)
+        yield f"accuracy:{mechanism.name}", _accuracy_row(mechanism)
     yield from _kernel_rows(_BIASES, 4096, **_LONG)
     yield from _kernel_rows(["banded", "gather_band"], 1024, **_LONG)
     yield from _kernel_rows(["dense_softmax"], 4096, **_LONG)
@@ -403,7 +382,7 @@ def _rows() -> Iterator[tuple[str, Prepare]]:
         "vit_a12_lor_translution",
         "performer_learnable_sincos",
     ):
-        yield f"step:{name}, filled", step_row(name, fill=True)
+        yield f"step:{name}, filled", _step_row(name, fill=True)
     yield from _kernel_rows(
         ["translution", "gather_translution"], 49, batch=256, **_WIDE
     )
@@ -417,11 +396,11 @@ def _rows() -> Iterator[tuple[str, Prepare]]:
     yield from _kernel_rows(_PYTORCH, 16384, dtypes=["bfloat16"], **_LONG)
     yield from _kernel_rows(_BIASES, 1024, **_LONG)
     for name in ("vit_a12_translution", "gpt_a160_translution", "linformer", "routing"):
-        yield f"step:{name}", step_row(name)
+        yield f"step:{name}", _step_row(name)
     for name in ("gpt_a160_self_attention", "gpt_a160_lor_translution"):
         yield (
             f"step:{name}, bfloat16",
-            step_row(name, "--config.model.dtype=bfloat16"),
+            _step_row(name, "--config.model.dtype=bfloat16"),
         )
 
 
@@ -462,18 +441,12 @@ def choose_rows(only: str, done: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def measure_rows(
+def _measure_rows(
     names: Sequence[str], card: Card, deadline: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measures rows, while others are compiled only between measurements.
+    """Measures rows until the deadline, and compiles others in between.
 
-    Args:
-        names: Keys of `ROWS`.
-        card: The device.
-        deadline: Time, as of `time.monotonic`, at which no further row is begun.
-
-    Yields:
-        Name and numbers of a row, or ``failed``, the reason.
+    Yields the name and the numbers of a row, or ``failed``, the reason.
     """
     waiting, running = list(names), {}
     workers = min(_WORKERS, os.cpu_count() or 1)
@@ -536,17 +509,10 @@ def describe(row: Mapping[str, Any]) -> str:
     )
 
 
-def open_card(path: Path) -> tuple[dict[str, Any], Card]:
-    """Describes the device and measures its ceilings, or reads them.
+def _open_card(path: Path) -> tuple[dict[str, Any], Card]:
+    """Describes the device and measures its ceilings, or reads them from the file.
 
-    Args:
-        path: The file of an earlier run, if there was one.
-
-    Returns:
-        What to write to the file, and the card, which shares its rows.
-
-    Raises:
-        ValueError: If the file is damaged, or of another device or other versions.
+    Returns what to write to the file, and the card, which shares its rows.
     """
     device = jax.devices()[0]
     machine = describe_machine(device)
@@ -587,7 +553,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = usable_folder(given.output, "--output") / "gpu.json"
     # PyTorch needs memory of the same card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    record, card = open_card(path)
+    record, card = _open_card(path)
     rows = record["rows"]
     names = choose_rows(given.only, rows)
     if not names:
@@ -596,7 +562,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(", ".join(f"{name} {x:.3g}/s" for name, x in card.ceilings.items()))
     with tqdm(total=len(names), unit=" rows", disable=None) as progress:
         deadline = started + 60 * given.minutes
-        for name, row in measure_rows(names, card, deadline):
+        for name, row in _measure_rows(names, card, deadline):
             rows[name] = row
             record["rows"] = {key: rows[key] for key in ROWS if key in rows}
             write_json(path, record)

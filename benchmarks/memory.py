@@ -154,18 +154,12 @@ def _abstract_batch(task: Task) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Formats a table in Markdown.
-
-    Args:
-        rows: For each mesh ``data``, ``model`` and the output of `measure`.
-
-    Returns:
-        One row per mesh, sizes in gigabytes of 10^9 bytes.
+def _memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Formats a table in Markdown, one row per mesh, in gigabytes of 10^9 bytes.
 
     Example:
         >>> row = {"data": 2, "model": 4, "state": 3e9, "temporary": 5e8, "total": 4e9}
-        >>> print(memory_table([row]).splitlines()[-1])
+        >>> print(_memory_table([row]).splitlines()[-1])
         | 8 | 2 x 4 | 3.00 GB | 0.50 GB | 4.00 GB |
     """
     held = ["parameters and optimiser", "temporary", "total"]
@@ -226,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     ]
     print(f"{task.num_params:,} parameters, a batch of {config.batch_size}:\n")
-    print(memory_table(rows))
+    print(_memory_table(rows))
     if path is not None:
         result = {
             "config": given.config,

@@ -94,7 +94,7 @@ def run_soak(
         raise ValueError(
             f"--output {output} would be replaced by the figure: name the JSON file"
         )
-    samples = watch(training, 3600 * hours, interval)
+    samples = _watch(training, 3600 * hours, interval)
     start = training.record()["starts"][-1]
     every = math.ceil(len(samples) / MAX_SAMPLES)
     result = {
@@ -111,24 +111,15 @@ def run_soak(
         "samples": samples[::every],
     }
     write_json(output, result)
-    plot_soak(samples, result["quantities"], output.with_suffix(".png"))
+    _plot_soak(samples, result["quantities"], output.with_suffix(".png"))
     return result
 
 
-def watch(training: Training, seconds: float, interval: float) -> list[Sample]:
+def _watch(training: Training, seconds: float, interval: float) -> list[Sample]:
     """Runs a training for a time and samples the resources of its process.
 
-    Args:
-        training: The training.
-        seconds: Time from the first row of metrics.
-        interval: Seconds between two samples.
-
-    Returns:
-        At least `MIN_SAMPLES` samples: ``seconds``, ``step`` and the output of
-        `measure_process`.
-
-    Raises:
-        ChildProcessError: If the training ends before the time is up.
+    The time begins with the first row of metrics. There are at least `MIN_SAMPLES`
+    samples: ``seconds``, ``step`` and the output of `_measure_process`.
     """
     metrics = training.workdir / "metrics.jsonl"
     samples: list[Sample] = []
@@ -151,25 +142,18 @@ def watch(training: Training, seconds: float, interval: float) -> list[Sample]:
                 continue
             began = time.monotonic() if began is None else began
             past = time.monotonic() - began
-            held = measure_process(training.process.pid)
+            held = _measure_process(training.process.pid)
             samples.append({"seconds": round(past, 3), "step": step, **held})
             bar.set_postfix({"step": step, **held}, refresh=False)
             bar.update(min(1.0, past / seconds) - bar.n)
     return samples
 
 
-def measure_process(pid: int) -> Sample:
-    """Reads the resources of a process from ``/proc``.
-
-    Args:
-        pid: ID of the process.
-
-    Returns:
-        ``resident_mb``, in 10^6 bytes, and the numbers of ``file_handles``,
-        ``threads`` and ``memory_maps``.
+def _measure_process(pid: int) -> Sample:
+    """Reads the resources of a process from ``/proc``, those of `LIMITS`.
 
     Example:
-        >>> sorted(measure_process(os.getpid())) == sorted(LIMITS)
+        >>> sorted(_measure_process(os.getpid())) == sorted(LIMITS)
         True
     """
     folder = Path("/proc") / str(pid)
@@ -278,16 +262,10 @@ def fit_slope(
     return round(float(slope), 6), round(math.sqrt(variance), 6)
 
 
-def plot_soak(
+def _plot_soak(
     samples: Sequence[Sample], quantities: dict[str, dict[str, Any]], path: Path
 ) -> None:
-    """Plots memory, and the numbers of handles, threads and maps, over time.
-
-    Args:
-        samples: Samples from `watch`.
-        quantities: Summaries from `summarize`, by name.
-        path: The file; its suffix selects the format.
-    """
+    """Plots memory, and the numbers of handles, threads and maps, over time."""
     hours = [sample["seconds"] / 3600 for sample in samples]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     memory, counts = figure.subplots(1, 2)
@@ -308,15 +286,8 @@ def plot_soak(
     save_figure(figure, path)
 
 
-def soak_table(result: dict[str, Any]) -> str:
-    """Formats the result as a table.
-
-    Args:
-        result: The output of `run_soak`.
-
-    Returns:
-        Markdown with one row per quantity.
-    """
+def _soak_table(result: dict[str, Any]) -> str:
+    """Formats the result as a table in Markdown, with one row per quantity."""
     header = ["quantity", "first", "last", "largest", "an hour", "limit", "verdict"]
     rows = []
     for name, row in result["quantities"].items():
@@ -353,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         interval=arguments.interval,
     )
     print(f"{result['steps']:,} steps in {arguments.hours:g} hours\n")
-    print(soak_table(result))
+    print(_soak_table(result))
     print(f"Written to {arguments.output} and its figure, .png")
     quantities = result["quantities"].items()
     growing = [name for name, row in quantities if row["verdict"] == "growing"]

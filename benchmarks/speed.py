@@ -79,19 +79,10 @@ def _run_apart(module: str, **request: Any) -> dict[str, Any]:
     return {"skipped": reason}
 
 
-def compare_steps(
+def _compare_steps(
     models: Sequence[str], cores: Sequence[int], **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Measures training steps beside PyTorch.
-
-    Args:
-        models: Keys of `benchmarks.steps.MODELS`.
-        cores: Numbers of cores to use.
-        **options: Arguments of `benchmarks.steps.measure_steps`.
-
-    Yields:
-        A row for each model and number of cores: the output of `measure_steps`.
-    """
+    """Measures training steps beside PyTorch, by model and number of cores."""
     with tqdm(total=len(models) * len(cores), disable=None) as progress:
         for model in models:
             for count in cores:
@@ -126,20 +117,16 @@ def compare(
                 progress.set_description(f"{name} at {length:,}")
                 rows.append(measure_apart(name, Sizes(length, **sizes), **options))
                 progress.update()
-            add_ratios(rows, against)
+            _add_ratios(rows, against)
             yield rows
 
 
-def add_ratios(rows: Sequence[dict[str, Any]], against: Sequence[str]) -> None:
+def _add_ratios(rows: Sequence[dict[str, Any]], against: Sequence[str]) -> None:
     """Adds ratios of times, alternative over kernel, to the rows of one length.
-
-    Args:
-        rows: Rows of different kernels; the key ``ratios`` is added.
-        against: Kernels to compare with; their own ratios are empty.
 
     Example:
         >>> rows = [{"kernel": "a", "forward_ms": 2}, {"kernel": "b", "forward_ms": 3}]
-        >>> add_ratios(rows, ["b"])
+        >>> _add_ratios(rows, ["b"])
         >>> rows[0]["ratios"]
         {'b': {'forward': 1.5}}
     """
@@ -217,18 +204,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return _aligned(lines)
 
 
-def steps_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Formats a table of the times of training steps.
-
-    Args:
-        rows: Rows from `compare_steps`.
-
-    Returns:
-        Lines of aligned columns.
+def _steps_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Formats a table of the times of training steps, rows of `_compare_steps`.
 
     Example:
         >>> row = {"model": "vit", "cores": 1, "relattn_ms": 3, "torch_ms": 2}
-        >>> print(steps_table([row | {"ratio": 1.5}]))
+        >>> print(_steps_table([row | {"ratio": 1.5}]))
         model  cores  relattn ms  PyTorch ms  relattn / PyTorch
         vit        1         3.0         2.0  1.50
     """
@@ -349,10 +330,10 @@ def _parser() -> command.Parser:
 def _measure_models(models: Sequence[str], path: Path) -> None:
     rows = []
     with open_new(path, "w") as file:
-        for row in compare_steps(models, sorted({1, describe_cpu()["cores"]})):
+        for row in _compare_steps(models, sorted({1, describe_cpu()["cores"]})):
             print(json.dumps(row), file=file, flush=True)
             rows.append(row)
-    print(steps_table(rows))
+    print(_steps_table(rows))
     print(f"Written to {path}")
 
 

@@ -113,7 +113,7 @@ def redraw_report(
     ]
     values = [dataclasses.asdict(each) for each in points]
     write_json(output / "redraws.json", {"points": values})
-    plot_redraws(study, points, output / "redraws.png")
+    _plot_redraws(study, points, output / "redraws.png")
     return "\n\n".join(
         [
             "## Redraws and consistency under shifts",
@@ -342,14 +342,8 @@ def _cell(mean: float, std: float | None) -> str:
     return f"{100 * mean:.1f}{spread}"
 
 
-def plot_redraws(study: Redraws, points: Sequence[Point], path: Path) -> None:
-    """Plots consistency against the interval of redraws; the exact forms are lines.
-
-    Args:
-        study: The rows to compare.
-        points: What the models do under shifts.
-        path: The file; its suffix is the format.
-    """
+def _plot_redraws(study: Redraws, points: Sequence[Point], path: Path) -> None:
+    """Plots consistency against the interval of redraws; the exact forms are lines."""
     points = [each for each in points if each.images == "all"]
     schedules = list(dict.fromkeys(each.schedule for each in points)) or [""]
     figure = Figure(figsize=(1 + 5 * len(schedules), 5), layout="constrained")

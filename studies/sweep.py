@@ -82,7 +82,7 @@ def run_sweep(
             Training(
                 label=label,
                 config=config,
-                workdir=run_folder(output, label, [run.workdir for run in trainings]),
+                workdir=_run_folder(output, label, [run.workdir for run in trainings]),
                 seed=given.seed,
                 num_seeds=given.num_seeds,
                 overrides=[*fixed, *options],
@@ -169,19 +169,11 @@ def split_grid(
     return grid, fixed
 
 
-def run_folder(output: Path, label: str, before: Sequence[Path]) -> Path:
+def _run_folder(output: Path, label: str, before: Sequence[Path]) -> Path:
     """Returns the folder of a run: that of an earlier sweep, if it trained the values.
 
-    Args:
-        output: Folder of the sweep.
-        label: The keys and values of the run.
-        before: The folders of the runs before it.
-
-    Returns:
-        The folder, whose name has no special characters.
-
     Example:
-        >>> run_folder(Path("none"), "optimizer.b1=0.9, model.pool=mean", []).name
+        >>> _run_folder(Path("none"), "optimizer.b1=0.9, model.pool=mean", []).name
         '0-optimizer.b1=0.9_model.pool=mean'
     """
     plain = re.sub(r"[^\w.=+-]+", "_", label)

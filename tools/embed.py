@@ -152,16 +152,12 @@ def encode_png(image: UInt8[np.ndarray, "height width"]) -> io.BytesIO:
     return buffer
 
 
-def write_subset(name: str, source: pathlib.Path, output: pathlib.Path) -> pathlib.Path:
+def _write_subset(
+    name: str, source: pathlib.Path, output: pathlib.Path
+) -> pathlib.Path:
     """Writes one embedded subset in TFDS's array_record format.
 
-    Args:
-        name: "mnist" or "fashion_mnist".
-        source: Folder that holds ``<name>/`` with the original archives.
-        output: Folder to write ``<name>/<version>/`` into, replacing an older one.
-
-    Returns:
-        The written folder.
+    ``source`` holds ``<name>/`` with the original archives.
     """
     entry = SETS[name]
     archives = {split: read_archive(source / name, split) for split in ARCHIVES}
@@ -231,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     output = check_folder(options.output, "--output")
     for name in NUM_MOVABLE:
-        folder = write_subset(name, options.source, output)
+        folder = _write_subset(name, options.source, output)
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"{folder}: {size / 1e6:.2f} MB")
 

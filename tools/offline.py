@@ -90,20 +90,11 @@ def fetch(packages: Sequence[str], python: str, folder: Path) -> None:
         raise _failure(run.stderr)
 
 
-def names_in(text: str) -> set[str]:
+def _names_in(text: str) -> set[str]:
     """Reads the names of packages, normalised, from the output of pip.
 
-    Args:
-        text: Lines ``name==version``, or ``name @ address``.
-
-    Returns:
-        The names.
-
-    Raises:
-        ValueError: If a line has another form.
-
     Example:
-        >>> sorted(names_in("ml_collections==1.1.0"))
+        >>> sorted(_names_in("ml_collections==1.1.0"))
         ['ml-collections']
     """
     names = set()
@@ -193,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     installed = {"relattn"}
     if given.installed:
         try:
-            installed |= names_in(Path(given.installed).read_text("utf-8"))
+            installed |= _names_in(Path(given.installed).read_text("utf-8"))
         except ValueError as error:
             raise ValueError(
                 f"--installed={given.installed}: {error}: pass the output of pip list "

@@ -403,18 +403,12 @@ def _gpu_rows(prefix: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def gpu_kernels(
+def _gpu_kernels(
     kernels: Mapping[str, str], sizes: Mapping[str, str], dtypes: Sequence[str]
 ) -> str:
     """Returns the times of kernels on a GPU, forward and forward + backward.
 
-    Args:
-        kernels: Titles of rows, by the name of the kernel.
-        sizes: Titles of columns, by the tokens and the batch, such as ``4096x16``.
-        dtypes: The dtypes; each size has a column for each.
-
-    Returns:
-        The table.
+    ``kernels`` and ``sizes``, such as ``4096x16`` (tokens and batch), have titles.
     """
     measured = _gpu_rows("")
 
@@ -564,7 +558,7 @@ TABLES: dict[str, Callable[[], str]] = {
         },
         {"32x32 and CLS, batch 8, 4 heads of 32": {"length": 1024, "batch": 8}},
     ),
-    "gpu_long": lambda: gpu_kernels(
+    "gpu_long": lambda: _gpu_kernels(
         {
             "causal_linear": "causal linear",
             "fla_causal_linear": "causal linear, flash-linear-attention",
@@ -581,7 +575,7 @@ TABLES: dict[str, Callable[[], str]] = {
         {"4096x16": "4,096 tokens", "16384x4": "16,384 tokens"},
         ["bfloat16", "float32"],
     ),
-    "gpu_translution": lambda: gpu_kernels(
+    "gpu_translution": lambda: _gpu_kernels(
         {
             "lor_translution_by_rows": "LoR-Translution, by rows",
             "lor_translution_by_offsets": "LoR-Translution, by offsets",
@@ -592,7 +586,7 @@ TABLES: dict[str, Callable[[], str]] = {
         {"49x256": "7x7 and CLS, batch 256"},
         ["bfloat16", "float32"],
     ),
-    "gpu_causal_translution": lambda: gpu_kernels(
+    "gpu_causal_translution": lambda: _gpu_kernels(
         {
             "causal_lor_translution_by_rows": "LoR-Translution, by rows",
             "gather_causal_lor_translution": "LoR-Translution, gathered",

@@ -186,7 +186,7 @@ def _pieces(
         begin, end = max(first - start, 0), min(last - start, size)
         start += size
         if begin < end and path.suffix.lower() in LINES_SUFFIXES:
-            for text in read_lines(path, begin, end, field):
+            for text in _read_lines(path, begin, end, field):
                 yield text, True
         elif begin < end:
             blocks = read_text(path, begin, end)
@@ -321,27 +321,17 @@ def read_text(path: Path, begin: int, end: int) -> Iterator[str]:
                 ) from error
 
 
-def read_lines(path: Path, begin: int, end: int, field: str) -> Iterator[str]:
-    """Reads the texts of the bytes [begin, end) of a file of JSON Lines.
+def _read_lines(path: Path, begin: int, end: int, field: str) -> Iterator[str]:
+    """Reads the texts of the bytes [begin, end), whole lines, of a file of JSON Lines.
 
-    Args:
-        path: Path of the file.
-        begin: First byte, the start of a line.
-        end: End, exclusive, the end of a line.
-        field: Name of the text in each line.
-
-    Yields:
-        The text of each line; empty lines are left out.
-
-    Raises:
-        ValueError: If a line is not JSON, or has no such text.
+    Empty lines are left out.
 
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "a.jsonl"
         >>> path.write_text('{"id": 7, "text": "to be"}')
         26
-        >>> list(read_lines(path, 0, 26, "text"))
+        >>> list(_read_lines(path, 0, 26, "text"))
         ['to be']
     """
     with naming(path), path.open("rb") as file:

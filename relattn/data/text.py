@@ -332,7 +332,7 @@ class TokenSplit:
             yield fill_batch(batch, local.stop - local.start)
 
     def _gather(self, positions: np.ndarray) -> Batch:
-        check_not_truncated(self.tokens)
+        _check_not_truncated(self.tokens)
         windows = self.tokens[positions]
         check_range(windows, self.meta, self.where, positions)
         windows = windows.astype(np.int32)
@@ -485,16 +485,10 @@ def open_tokens(path: Path, meta: TokenMeta, min_tokens: int = 1) -> TokenIds:
     return tokens
 
 
-def check_not_truncated(tokens: TokenIds) -> None:
+def _check_not_truncated(tokens: TokenIds) -> None:
     """Raises ValueError if the file of memory-mapped tokens has been truncated.
 
     Reading past its end kills the process, or returns zeros.
-
-    Args:
-        tokens: Ids from `open_tokens`, or in memory.
-
-    Raises:
-        ValueError: If the file is smaller than when it was opened.
     """
     if not isinstance(tokens, np.memmap) or tokens.filename is None:
         return

@@ -97,7 +97,7 @@ class ByteTokenizer:
         Raises:
             ValueError: If an id is not a byte.
         """
-        return bytes(check_ids(tokens, self.vocab_size)).decode(errors="replace")
+        return bytes(_check_ids(tokens, self.vocab_size)).decode(errors="replace")
 
 
 class Gpt2Tokenizer:
@@ -132,7 +132,7 @@ class Gpt2Tokenizer:
             ) from error
         if bpe_dir:
             folder = expand(bpe_dir, "bpe_dir")
-            check_bpe_files(folder)
+            _check_bpe_files(folder)
             ranks = load.data_gym_to_mergeable_bpe_ranks(
                 vocab_bpe_file=str(folder / "vocab.bpe"),
                 encoder_json_file=str(folder / "encoder.json"),
@@ -166,7 +166,7 @@ class Gpt2Tokenizer:
         Raises:
             ValueError: If an id is outside the vocabulary.
         """
-        return self._encoding.decode(check_ids(tokens, self.vocab_size))
+        return self._encoding.decode(_check_ids(tokens, self.vocab_size))
 
 
 class FileTokenizer:
@@ -291,7 +291,7 @@ class FileTokenizer:
         Raises:
             ValueError: If an id is outside the vocabulary.
         """
-        ids = check_ids(tokens, self.vocab_size)
+        ids = _check_ids(tokens, self.vocab_size)
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -397,16 +397,8 @@ def check_bpe_dir(name: str, bpe_dir: str) -> None:
         )
 
 
-def check_bpe_files(folder: Path) -> None:
-    """Raises an error unless a folder holds GPT-2's vocabulary.
-
-    Args:
-        folder: Folder of ``encoder.json`` and ``vocab.bpe``.
-
-    Raises:
-        FileNotFoundError: If one of them is missing.
-        ValueError: If one of them differs from GPT-2's.
-    """
+def _check_bpe_files(folder: Path) -> None:
+    """Raises an error unless a folder holds GPT-2's vocabulary."""
     for name, digest in GPT2_FILES.items():
         path = folder / name
         if not path.is_file():
@@ -420,22 +412,11 @@ def check_bpe_files(folder: Path) -> None:
             )
 
 
-def check_ids(tokens: AnyIds, vocab_size: int) -> list[int]:
+def _check_ids(tokens: AnyIds, vocab_size: int) -> list[int]:
     """Checks the range of ids and returns them as a list of Python integers.
 
-    Args:
-        tokens: The ids.
-        vocab_size: Number of different ids.
-
-    Returns:
-        The same ids.
-
-    Raises:
-        ValueError: If they are not the integers of one text, or an id is negative or
-            not below ``vocab_size``.
-
     Example:
-        >>> check_ids([3, 256], 256)
+        >>> _check_ids([3, 256], 256)
         Traceback (most recent call last):
         ValueError: token id 256 is out of range, expected 0 to 255
     """

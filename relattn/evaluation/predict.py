@@ -43,18 +43,10 @@ COLUMNS = ("file", "class", "label", "probability")
 BATCH_SIZE = 64
 
 
-def image_files(given: str) -> list[Path]:
+def _image_files(given: str) -> list[Path]:
     """Returns the image files of a folder and its sub-folders, sorted; or a file.
 
-    Args:
-        given: A folder, whose hidden files and folders are left out, or a file.
-
-    Returns:
-        The files.
-
-    Raises:
-        FileNotFoundError: If the path is missing.
-        ValueError: If it is empty, or the folder holds no image.
+    Hidden files and folders are left out.
     """
     if not given:
         raise ValueError("--input is empty (unset shell variable?): name an image")
@@ -77,35 +69,26 @@ def image_files(given: str) -> list[Path]:
     return files
 
 
-def to_csv(
+def _to_csv(
     predictions: Predictions, names: Sequence[str], *, every: bool, top: int = 1
 ) -> str:
-    """Returns a table with a row for each example.
+    """Returns a table in CSV, with a row for each example.
 
-    Args:
-        predictions: The class probabilities of the examples.
-        names: What to call them.
-        every: Whether to add a column for the probability of every class.
-        top: Number of the most likely classes, each with its label and probability.
-
-    Returns:
-        The table in CSV, with a header.
-
-    Raises:
-        ValueError: If ``top`` is not from 1 to the number of classes.
+    It has the label and probability of the ``top`` most likely classes, and with
+    ``every`` a column for the probability of each class.
 
     Example:
         >>> import numpy as np
         >>> probabilities = np.float32([[0.25, 0.75]])
         >>> found = Predictions(probabilities, ("cat", "dog"))
-        >>> print(to_csv(found, ["a.png"], every=False), end="")
+        >>> print(_to_csv(found, ["a.png"], every=False), end="")
         file,class,label,probability
         a.png,dog,1,0.750000
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     class_names = predictions.class_names
-    check_top(top, len(class_names))
+    _check_top(top, len(class_names))
     header = [*COLUMNS]
     for rank in range(2, top + 1):
         header += [f"{column} {rank}" for column in COLUMNS[1:]]
@@ -123,16 +106,8 @@ def to_csv(
     return text.getvalue()
 
 
-def check_top(top: int, num_classes: int) -> None:
-    """Checks a number of most likely classes.
-
-    Args:
-        top: The number.
-        num_classes: The number of classes.
-
-    Raises:
-        ValueError: If it is not from 1 to the number of classes.
-    """
+def _check_top(top: int, num_classes: int) -> None:
+    """Raises ValueError if ``top`` is not from 1 to the number of classes."""
     if not 1 <= top <= num_classes:
         raise ValueError(f"--top={top} must be from 1 to {num_classes}, the classes")
 
@@ -179,15 +154,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.output is not None:
         output = usable_file(given.output, "--output")
     workdir, inputs = _split_paths(given.workdir, [*given.paths, *given.input])
-    files = [file for path in inputs for file in image_files(path)]
+    files = [file for path in inputs for file in _image_files(path)]
     if is_saved_model(workdir):
         found, names = _predict_saved(workdir, files, given)
     else:
         run = load_run(workdir, given.checkpoint, image_size=given.image_size)
         if isinstance(run.data, ClassInfo):
-            check_top(given.top, run.data.num_classes)
+            _check_top(given.top, run.data.num_classes)
         found, names = _predict(run, files, given.batch_size, given.draws)
-    table = to_csv(found, names, every=given.probabilities, top=given.top)
+    table = _to_csv(found, names, every=given.probabilities, top=given.top)
     if output is None:
         if sys.stdout.isatty():
             # A terminal obeys control characters, such as those of a file's name.
@@ -208,7 +183,7 @@ def _predict_saved(
         raise ValueError(
             f"{folder} does not classify images: name a run or a model that does"
         )
-    check_top(given.top, num_classes)
+    _check_top(given.top, num_classes)
     training = loaded.config.get("training", {})
     draws = training.get("eval_draws", 1) if given.draws is None else given.draws
     check_draws(draws, loaded.variables.get("random_features"))

@@ -63,8 +63,7 @@ class ShiftCurve:
     Attributes:
         run: The names of the runs.
         dataset: The name of the data set.
-        model: The label of the model, see `model_label`, with the number of draws if it
-            is more than one.
+        model: The label of the model, with the number of draws if it is more than one.
         label: The class of the images, None for all classes.
         published: The published curve of the model on the same images, None without
             one.
@@ -91,21 +90,13 @@ class ShiftCurve:
         return ShiftMetrics(*(values[i, ...] for values in vars(self.metrics).values()))
 
 
-def model_label(model: str, attention: str, position: str) -> str:
+def _model_label(model: str, attention: str, position: str) -> str:
     """Makes a model's label for a legend: its specs without defaults, or its name.
 
-    Args:
-        model: Name of the model, used if it has no attention.
-        attention: Spec of the attention, or "".
-        position: Spec of the position, or ""; ``none`` is left out.
-
-    Returns:
-        The label.
-
     Example:
-        >>> model_label("performer", "favor", "constrained_sincos(num_scales=4)")
+        >>> _model_label("performer", "favor", "constrained_sincos(num_scales=4)")
         'favor + constrained_sincos(num_scales=4)'
-        >>> model_label("performer", "favor", "none"), model_label("alexnet", "", "")
+        >>> _model_label("performer", "favor", "none"), _model_label("alexnet", "", "")
         ('favor', 'alexnet')
     """
     positions = [] if position in ("", "none") else [position]
@@ -160,7 +151,7 @@ def _curve(
 ) -> ShiftCurve:
     first = group[0]
     names = first.model, first.attention, first.position
-    name_of_model = " + ".join([model_label(*names), *first.settings])
+    name_of_model = " + ".join([_model_label(*names), *first.settings])
     if first.draws > 1:
         name_of_model += f", mean of {first.draws} draws"
     by_shift, random = [], []

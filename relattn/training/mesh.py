@@ -78,7 +78,7 @@ class MeshParallel(Parallel):
 
         def sharding(path: Any, leaf: Any) -> NamedSharding:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            spec = partition_spec(name, leaf.shape, self.mesh.shape[MODEL_AXIS], axes)
+            spec = _partition_spec(name, leaf.shape, self.mesh.shape[MODEL_AXIS], axes)
             return NamedSharding(self.mesh, spec)
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
@@ -122,7 +122,7 @@ class MeshParallel(Parallel):
 
     def fetch(self, tree: Any) -> Any:
         """Copies whole arrays to NumPy arrays."""
-        return jax.tree.map(to_host, tree)
+        return jax.tree.map(_to_host, tree)
 
     def to_save(self, tree: Any) -> Any:
         """Returns NumPy arrays, or with several processes the sharded arrays."""
@@ -198,30 +198,23 @@ def split_axes() -> dict[str, tuple[int, ...]]:
     return found
 
 
-def partition_spec(
+def _partition_spec(
     path: str,
     shape: Sequence[int],
     num_devices: int,
     split: Mapping[str, tuple[int, ...]],
 ) -> PartitionSpec:
-    """Returns how an array is split over the model axis.
+    """Returns how an array of a path is split over the model axis, if it is.
 
-    Args:
-        path: Path of the array in the state, such as ``"params/head/kernel"``.
-        shape: Shape of the array.
-        num_devices: Devices along the model axis.
-        split: The axes that may be split, see `split_axes`.
-
-    Returns:
-        The specification; empty if every device has a copy.
+    ``split`` has the axes that may be split, see `split_axes`.
 
     Example:
         >>> split = {"head/kernel": (-1, -2)}
-        >>> tuple(partition_spec("params/head/kernel", (5, 6), 2, split))
+        >>> tuple(_partition_spec("params/head/kernel", (5, 6), 2, split))
         (None, 'model')
-        >>> tuple(partition_spec("params/head/kernel", (6, 5), 2, split))
+        >>> tuple(_partition_spec("params/head/kernel", (6, 5), 2, split))
         ('model', None)
-        >>> tuple(partition_spec("params/cls", (1, 1, 6), 2, split))
+        >>> tuple(_partition_spec("params/cls", (1, 1, 6), 2, split))
         ()
     """
     if num_devices == 1:
@@ -237,19 +230,8 @@ def partition_spec(
     return PartitionSpec()
 
 
-def to_host(x: jax.Array) -> np.ndarray:
-    """Copies an array on the devices of one or several processes to a NumPy array.
-
-    Args:
-        x: The array; every process calls with its view of it.
-
-    Returns:
-        The whole array.
-
-    Example:
-        >>> to_host(jax.numpy.arange(3)).tolist()
-        [0, 1, 2]
-    """
+def _to_host(x: jax.Array) -> np.ndarray:
+    """Copies an array on the devices of one or several processes to a NumPy array."""
     if x.is_fully_addressable:
         return np.array(x)
     if x.is_fully_replicated:

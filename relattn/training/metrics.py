@@ -276,17 +276,11 @@ def finish_metric(name: str, mean: float) -> float:
         ) from error
 
 
-def metric_in(key: str) -> str | None:
-    """Finds the metric in the key of a result.
-
-    Args:
-        key: A key of ``result.json`` or of a row of ``metrics.jsonl``.
-
-    Returns:
-        The metric's name, or None if the key has none.
+def _metric_in(key: str) -> str | None:
+    """Finds the metric in a key of ``result.json`` or ``metrics.jsonl``, if it has one.
 
     Example:
-        >>> metric_in("validation_top5_accuracy"), metric_in("learning_rate")
+        >>> _metric_in("validation_top5_accuracy"), _metric_in("learning_rate")
         ('top5_accuracy', None)
     """
     names = [name for name in METRICS if key == name or key.endswith(f"_{name}")]
@@ -300,7 +294,7 @@ def title(key: str) -> str:
         >>> title("top5_accuracy"), title("test_top5_accuracy"), title("best_step")
         ('top-5 accuracy', 'test top-5 accuracy', 'best step')
     """
-    name = metric_in(key)
+    name = _metric_in(key)
     if name is None or not METRICS[name].title:
         return key.replace("_", " ")
     return key.removesuffix(name).replace("_", " ") + METRICS[name].title
@@ -315,7 +309,7 @@ def format_value(key: str, value: Any) -> str:
         >>> format_value("test_accuracy", None)
         '–'
     """
-    name = metric_in(key)
+    name = _metric_in(key)
     if value is None:
         return "–"
     if name is not None:

@@ -27,23 +27,17 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 _AFTER_LAYERS = ("pool", "norm", "head_norm", "hidden", "head")
 
 
-def map_parameters(
+def _map_parameters(
     function: Callable[[list[str], Any, bool], Any], model: nn.Module, params: Any
 ) -> Any:
     """Calls a function with the names and the array of every parameter.
 
-    Args:
-        function: Takes a list of names, the array, and whether the array stacks layers
-            along its first axis; if so, each layer has a name, else there is one name.
-        model: The model.
-        params: Its parameters, or their shapes and dtypes.
-
-    Returns:
-        The results, in the structure of ``params``.
+    Its third argument says whether the array stacks layers along its first axis; if so,
+    each layer has a name, else there is one name.
 
     Example:
         >>> params = {"blocks_2": {"scale": jax.numpy.zeros((2, 5))}}
-        >>> map_parameters(lambda names, *_: names, nn.Dense(3), params)
+        >>> _map_parameters(lambda names, *_: names, nn.Dense(3), params)
         {'blocks_2': {'scale': ['layers.2.scale', 'layers.3.scale']}}
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path({"params": params})
@@ -82,7 +76,7 @@ def is_matrix(model: nn.Module, params: Any) -> Any:
     def decayed(names: list[str], leaf: Any, stacked: bool) -> bool:
         return leaf.ndim - stacked >= 2 and not names[0].startswith(_NOT_DECAYED)
 
-    return map_parameters(decayed, model, params)
+    return _map_parameters(decayed, model, params)
 
 
 def is_frozen(model: nn.Module, params: Any, patterns: str) -> Any:
@@ -144,7 +138,7 @@ def is_frozen(model: nn.Module, params: Any, patterns: str) -> Any:
             return bool(found[0])
         return found.reshape(-1, *[1] * (leaf.ndim - stacked))
 
-    return map_parameters(find, model, params)
+    return _map_parameters(find, model, params)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -228,7 +222,7 @@ def layer_scales(model: nn.Module, params: Any, decay: float) -> Any:
             return factors[0]
         return np.reshape(factors, (-1, *[1] * (leaf.ndim - 1)))
 
-    return map_parameters(scale, model, params)
+    return _map_parameters(scale, model, params)
 
 
 def _has_axis_of_layers(name: str, leaf: Any, num_layers: int) -> bool:
@@ -246,5 +240,5 @@ def _has_axis_of_layers(name: str, leaf: Any, num_layers: int) -> bool:
 
 def _names(model: nn.Module, params: Any) -> list[str]:
     """Returns the names of all parameters."""
-    names = map_parameters(lambda names, *_: names, model, params)
+    names = _map_parameters(lambda names, *_: names, model, params)
     return jax.tree.leaves(names)

@@ -102,7 +102,7 @@ class SeedsTask(Task):
     @functools.cached_property
     def eval_step(self) -> EvalStep:
         """The evaluation of stacked variables on one batch."""
-        return map_eval_step(self.single.eval_step)
+        return _map_eval_step(self.single.eval_step)
 
     @functools.cached_property
     def redraw(self) -> Redraw | None:
@@ -195,14 +195,10 @@ def map_train_step(step: TrainStep) -> TrainStep:
     return mapped
 
 
-def map_eval_step(step: EvalStep) -> EvalStep:
+def _map_eval_step(step: EvalStep) -> EvalStep:
     """Maps the evaluation of one seed over stacked variables, on one batch.
 
-    Args:
-        step: The pure function of `relattn.training.step.make_eval_step`.
-
-    Returns:
-        The mapped function; its sums have a leading axis of seeds.
+    Its sums have a leading axis of seeds.
     """
 
     def mapped(stacked: Any, batch: Any) -> Any:

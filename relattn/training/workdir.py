@@ -203,7 +203,7 @@ def write_run_json(
         **describe_cpu(),
         "num_processes": jax.process_count(),
         "versions": versions(),
-        "git_commit": git_commit(),
+        "git_commit": _git_commit(),
     }
     record = {
         "config": to_json(task.config),
@@ -283,11 +283,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def git_commit() -> str | None:
+def _git_commit() -> str | None:
     """Returns the commit of the package's source, with ``-dirty`` if it was changed.
 
-    Returns:
-        The commit; None if the package is not in its own git checkout.
+    None if the package is not in its own git checkout.
     """
     source = Path(__file__).parent
 

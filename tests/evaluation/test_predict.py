@@ -151,7 +151,7 @@ def test_a_saved_model_of_points_predicts_files_of_them(tmp_path, capsys):
     predict_lib.main([str(folder), *files, "--batch_size=2"])
     _, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
     assert [row[0] for row in rows] == names
-    logits = [loaded.model.apply(loaded.variables, np.float32(x)) for x in sets]
+    logits = [loaded.model.apply(loaded.variables, jnp.float32(x)) for x in sets]
     expected = jax.nn.softmax(np.concatenate(logits)).max(axis=-1)
     np.testing.assert_allclose([float(row[3]) for row in rows], expected, atol=1e-5)
     np.savez(files[1], positions=np.zeros((1, 4, 3)))

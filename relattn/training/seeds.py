@@ -111,7 +111,7 @@ class SeedsTask(Task):
         if redraw is None:
             return None
         return lambda features, keys, step: jax.lax.map(
-            lambda args: redraw(*args, step), (features, keys)
+            lambda args: redraw(args[0], args[1], step), (features, keys)
         )
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class SeedsTask(Task):
         if draw is None:
             return None
         return lambda features, keys: jax.lax.map(
-            lambda args: draw(*args), (features, keys)
+            lambda args: draw(args[0], args[1]), (features, keys)
         )
 
     def unstack(self, state: TrainState) -> list[TrainState]:

@@ -168,6 +168,13 @@ def describe_start(
                 else "the model has no random features."
             )
         ]
+    if task.info.kind == "images" and not task.info.streamed:
+        for key, same in (("interpolation", "bilinear"), ("crop_pct", 1)):
+            if (value := task.config.data.get(key, same)) != same:
+                never.append(
+                    f"config.data.{key}={value} has no effect: the images are in "
+                    "memory."
+                )
     begin = [f"Resuming from step {start_step} of {workdir}."] if start_step else []
     return [
         *begin,

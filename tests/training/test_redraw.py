@@ -68,3 +68,13 @@ def test_a_run_without_redraws_compiles_none(config):
                 "config.redraw_every=16 has no effect: the run has 15 steps."
             )
         assert len(said) == 1 + bool(redraw_every)
+
+
+def test_options_of_photographs_have_no_effect_on_images_in_memory(config):
+    with config.unlocked():
+        config.data.update(interpolation="bicubic", crop_pct=1.0)
+    task = Task.build(config, make_data().info)
+    _, said = describe_start(task, jax.devices()[:1], 1, Path("x"), 0, False)
+    assert said == (
+        "config.data.interpolation=bicubic has no effect: the images are in memory."
+    )

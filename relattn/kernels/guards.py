@@ -180,7 +180,7 @@ def _call_forward(function, values, arguments, constants):
     # An array: the number of tokens may be symbolic.
     terms = jnp.asarray(2 * tokens * width, jnp.float32)
     # Denominators are sums of ones: cotangents too must be at most one.
-    return out, (pullback, _power([values, jnp.ones(())]) + _power([terms]))
+    return out, (pullback, jnp.maximum(_power([values]), 1) + _power([terms]))
 
 
 def _call_backward(function, residuals, cotangents):

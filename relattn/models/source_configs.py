@@ -503,6 +503,10 @@ def llama_settings(settings: Settings) -> dict[str, Any]:
     if kind == "qwen2":
         # Its layers use the window only with use_sliding_window, which is refused.
         settings = {**settings, "sliding_window": None}
+    # First, since another model has other keys.
+    kept = read_settings(
+        {key: value for key, value in settings.items() if key not in names}, HF_LLAMA
+    )
     needed = ["max_position_embeddings", "rms_norm_eps"]
     # The first Llamas had no key for the base of rotary positions.
     needed += [] if kind else ["rope_theta"]
@@ -519,8 +523,6 @@ def llama_settings(settings: Settings) -> dict[str, Any]:
             f"config.json has sliding_window={shorten(settings['sliding_window'])}, "
             "which Llama does not use: remove the key"
         )
-    kept = {key: value for key, value in settings.items() if key not in names}
-    kept = read_settings(kept, HF_LLAMA)
     base = float(kept.pop("rope_theta", 10000.0))
     return {**kept, "position": f"rope1d(base={base}{''.join({*scaled.values()})})"}
 

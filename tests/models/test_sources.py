@@ -305,6 +305,8 @@ def test_the_window_of_mistral_is_asked_for():
     del settings["sliding_window"]
     with pytest.raises(ValueError, match="do not show sliding_window: set it in a con"):
         SOURCES["hf_llama"](tensors, settings)
+    with pytest.raises(ValueError, match="model_type='phi3', which relattn's model d"):
+        SOURCES["hf_llama"](tensors, {**settings, "model_type": "phi3"})
     settings = {"num_attention_heads": 6}
     message = "max_position_embeddings, rms_norm_eps, rope_theta, sliding_window: set"
     with pytest.raises(ValueError, match=message):

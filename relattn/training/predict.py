@@ -356,6 +356,9 @@ def read_text_split(
 ) -> tuple[TokenSplit, int]:
     """Reads a text file as windows of the model's context.
 
+    A short text has one window, of at most twice its length: the model may read 131,072
+    tokens. That is a power of two, so that texts of many lengths compile few programs.
+
     Args:
         run: A run on text.
         path: A UTF-8 text file.
@@ -400,8 +403,8 @@ def read_text_split(
     num_bytes = max(len(text.encode()) - skipped, 1)
     meta = TokenMeta(tokenizer.name, tokenizer.vocab_size)
     context_length = require_kind(run, "tokens").context_length
-    split = TokenSplit(tokens, context_length, meta, str(path))
-    return split, num_bytes
+    window = min(context_length, 1 << (len(tokens) - 2).bit_length())
+    return TokenSplit(tokens, window, meta, str(path)), num_bytes
 
 
 @overload

@@ -243,6 +243,17 @@ def test_perplexity_of_a_text_file(workdir, tmp_path, capsys):
         assert f"{bits:.4f} bits per byte, on {len(tokens) - 1} tokens" in printed
 
 
+@pytest.mark.parametrize("length, window", [(2, 1), (5, 4), (6, 8), (14, 13), (29, 13)])
+def test_a_short_text_has_a_short_window(workdir, tmp_path, length, window):
+    """Attention to a context of 131,072 tokens would take minutes."""
+    path = tmp_path / "a.txt"
+    path.write_text("a" * length)
+    split, _ = predict.read_text_split(training.load_run(workdir), path)
+    assert split.context_length == window
+    weights = [batch["weight"].sum() for batch in split.batches(1)]
+    assert sum(weights) == length - 1
+
+
 def test_an_unknown_word_longer_than_the_text(workdir, tmp_path, monkeypatch):
     words = SimpleNamespace(
         name="words",

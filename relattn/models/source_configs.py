@@ -487,7 +487,7 @@ def llama_settings(settings: Settings) -> dict[str, Any]:
     """
     names = ("rope_parameters", "rope_scaling")
     check_json(settings, {f"{name}?": (dict, None) for name in names}, "config.json")
-    scaled = {}
+    scaled = set()
     for name in names:
         rope = dict(settings.get(name) or {})
         theta = rope.pop("rope_theta", None)
@@ -496,8 +496,8 @@ def llama_settings(settings: Settings) -> dict[str, Any]:
             check_equal(found, theta, "rope_theta", settings)
             settings = {**settings, "rope_theta": theta}
         if rope:
-            scaled[name] = _rope_scaling(rope, f"{name} of config.json")
-    if len({*scaled.values()}) > 1:
+            scaled.add(_rope_scaling(rope, f"{name} of config.json"))
+    if len(scaled) > 1:
         raise ValueError(f"{' and '.join(names)} of config.json differ: remove one")
     kind = settings.get("model_type")
     if kind == "qwen2":
@@ -524,7 +524,7 @@ def llama_settings(settings: Settings) -> dict[str, Any]:
             "which Llama does not use: remove the key"
         )
     base = float(kept.pop("rope_theta", 10000.0))
-    return {**kept, "position": f"rope1d(base={base}{''.join({*scaled.values()})})"}
+    return {**kept, "position": f"rope1d(base={base}{''.join(scaled)})"}
 
 
 def _rope_scaling(rope: Settings, where: str) -> str:

@@ -219,13 +219,19 @@ def _draw(
             "index must be a whole number of at least 0, such as step // redraw_every, "
             f"got {shorten(index)}"
         )
-    key = jax.random.fold_in(jax.random.fold_in(key, layer), index)
     shape = features.projection.shape[-2:]
-    if not features.orthogonal:
-        return draw_gaussian(key, *shape)
-    return draw_orthogonal(
-        key, *shape, norms=features.norms, sign_corrected=features.sign_corrected
-    )
+
+    # One by one under vmap, in which keys of "rbg" draw other numbers than alone.
+    @jax.custom_batching.sequential_vmap
+    def draw(key: Key[Array, ""], layer: Array, index: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(key, layer), index)
+        if not features.orthogonal:
+            return draw_gaussian(key, *shape)
+        return draw_orthogonal(
+            key, *shape, norms=features.norms, sign_corrected=features.sign_corrected
+        )
+
+    return draw(key, jnp.asarray(layer), jnp.asarray(index))
 
 
 def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) -> Any:
@@ -268,8 +274,7 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
             projection = _draw(leaf, key, leaf.layer, index)
         else:
             layers = leaf.layer + jnp.arange(math.prod(old.shape[:-2]))
-            # Not vmap, in which keys of "rbg" draw other numbers than alone.
-            projection = jax.lax.map(lambda i: _draw(leaf, key, i, index), layers)
+            projection = jax.vmap(lambda i: _draw(leaf, key, i, index))(layers)
         projection = projection.reshape(old.shape).astype(old.dtype)
         return dataclasses.replace(leaf, projection=projection)
 

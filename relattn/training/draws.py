@@ -90,9 +90,8 @@ def draw_features(random_features: Any, key: Key[Array, ""], draws: int) -> Any:
         ((4, 5, 3), True)
     """
     stream = stream_key(key, "draws")
-    # Not vmap, in which keys of "rbg" draw other numbers than alone.
-    others = jax.lax.map(
-        lambda index: redraw(random_features, stream, index), jnp.arange(1, draws)
+    others = jax.vmap(lambda index: redraw(random_features, stream, index))(
+        jnp.arange(1, draws)
     )
     return jax.tree.map(
         lambda first, rest: jnp.concatenate([first[None], rest]),

@@ -110,9 +110,7 @@ class SeedsTask(Task):
         redraw = self.single.redraw
         if redraw is None:
             return None
-        return lambda features, keys, step: jax.lax.map(
-            lambda args: redraw(args[0], args[1], step), (features, keys)
-        )
+        return jax.vmap(redraw, in_axes=(0, 0, None))
 
     @functools.cached_property
     def draw(self) -> Draw | None:
@@ -120,9 +118,7 @@ class SeedsTask(Task):
         draw = self.single.draw
         if draw is None:
             return None
-        return lambda features, keys: jax.lax.map(
-            lambda args: draw(args[0], args[1]), (features, keys)
-        )
+        return jax.vmap(draw)
 
     def unstack(self, state: TrainState) -> list[TrainState]:
         """Returns the state of each seed, copied so that the others can be freed."""

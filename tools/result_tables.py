@@ -218,22 +218,6 @@ def speed(
     return markdown_table(["kernel", *sizes], rows)
 
 
-def speed_before() -> str:
-    """Returns the times of kernels at an earlier commit next to those of today."""
-    files = ("speed_cpu.jsonl", "speed_translution_cpu.jsonl")
-    today = {_case(row): row for file in files for row in _read_lines(file)}
-    rows = [
-        [
-            f"`{row['kernel']}`",
-            f"{row['length']:,}",
-            str(row["batch"]),
-            *(_time_and_memory(measured) for measured in (row, today[_case(row)])),
-        ]
-        for row in _read_lines("speed_before_cpu.jsonl")
-    ]
-    return markdown_table(["kernel", "tokens", "batch", "before", "today"], rows)
-
-
 def _read_lines(file: str) -> list[dict[str, Any]]:
     lines = (RESULTS / file).read_text("utf-8").splitlines()
     return [parse_json(line, RESULTS / file, allow_nan=True) for line in lines]
@@ -242,10 +226,6 @@ def _read_lines(file: str) -> list[dict[str, Any]]:
 def _read_csv(file: str) -> list[dict[str, str]]:
     with (RESULTS / file).open(encoding="utf-8") as lines:
         return list(csv.DictReader(lines))
-
-
-def _case(row: Mapping[str, Any]) -> tuple[str, int, int]:
-    return row["kernel"], row["length"], row["batch"]
 
 
 def _time_and_memory(row: Mapping[str, Any]) -> str:
@@ -547,7 +527,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "translution_wikitext2": lambda: study(
         "translution_wikitext2.json", {"perplexity": "validation perplexity"}
     ),
-    "speed_before": speed_before,
     "speed_steps": speed_steps,
     "speed_banded": lambda: speed(
         "speed_cpu.jsonl",

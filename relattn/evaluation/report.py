@@ -29,7 +29,7 @@ from relattn.messages import printable, shorten
 from relattn.offsets import is_whole
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
-from relattn.training.given_data import check_source, require_data
+from relattn.training.given_data import check_source, data_config, require_data
 from relattn.training.metrics import METRICS, format_value, title
 from relattn.training.metrics_log import read_rows
 from relattn.training.predict import require_kind, warn_of_nan
@@ -250,9 +250,7 @@ def _predict_test(
     run: Run, num_images: int | None, data: DataSource | None
 ) -> tuple[np.ndarray, np.ndarray, Float[np.ndarray, "n classes"]]:
     """Returns test examples, their labels and their probabilities."""
-    if data is None:
-        require_data(run.given, run.data, run.workdir, REPORT_CALL)
-        data = load_data(run.config.data)
+    data = _load_data(run) if data is None else data
     check_fits(run.data, data.info, run.workdir)
     split, batch_size = data.eval_splits["test"], run.config.eval_batch_size
     if not len(split):
@@ -271,6 +269,12 @@ def _predict_test(
         logits = predict(run.preprocess(batch))
         found.append(np.asarray(jax.nn.softmax(logits))[real])
     return np.concatenate(inputs), np.concatenate(labels), np.concatenate(found)
+
+
+def _load_data(run: Run, data_dir: str | None = None) -> DataSource:
+    """Loads the data set of training, which may have moved."""
+    require_data(run.given, run.data, run.workdir, REPORT_CALL)
+    return load_data(data_config(run.config, data_dir, run.workdir))
 
 
 def _confusions(counts: np.ndarray, names: Sequence[str]) -> str:
@@ -373,12 +377,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--checkpoint", default="best", help="best or latest")
     add("--seed", type=int, help="the seed, if there are several; by default the first")
     add("--num_images", type=int, help="number of test examples; by default all")
+    add("--data_dir", help="folder of the data set, if it has moved")
     given = parser.parse_args(argv)
     output = expand(given.workdir, "--workdir") / "report.html"
     if given.output is not None:
         output = usable_file(given.output, "--output")
     run = load_run(given.workdir, given.checkpoint, seed=given.seed)
-    text = report(run, num_images=given.num_images)
+    data = None if given.data_dir is None else _load_data(run, given.data_dir)
+    text = report(run, num_images=given.num_images, data=data)
     write_text(output, text)
     print(printable(f"Written to {output}"))
 

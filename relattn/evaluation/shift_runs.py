@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from ml_collections import ConfigDict
-
 from relattn.data import (
     DataSource,
     ImageInfo,
@@ -20,7 +18,7 @@ from relattn.data import (
 )
 from relattn.evaluation.shift import check_shiftable
 from relattn.training import Run
-from relattn.training.given_data import check_source, require_data
+from relattn.training.given_data import check_source, data_config, require_data
 from relattn.training.resume import check_fits
 from relattn.training.saved_run import SavedRun, open_run
 
@@ -121,7 +119,7 @@ def open_shift_runs(
     for name, saved in zip(names, opened, strict=True):
         source = data
         if source is None:
-            config = _data_config(saved, data_dir)
+            config = data_config(saved.task.config, data_dir, saved.workdir)
             key = config.to_json()
             if key not in sources:
                 sources[key] = load_data(config)
@@ -143,16 +141,3 @@ def check_runs(runs: Sequence[ShiftRun]) -> None:
     if other is not None or not len(runs):
         got = "no run" if other is None else f"a {type(other).__name__}"
         raise ValueError(f"got {got}: pass a list of runs, from {OPEN_CALL}")
-
-
-def _data_config(saved: SavedRun, data_dir: str | None) -> ConfigDict:
-    """Returns the configuration of a run's data set, which may have moved."""
-    config = ConfigDict(saved.task.config.data.to_dict())
-    if data_dir is not None:
-        if config.get("source", "embedded") == "embedded":
-            raise ValueError(
-                f"--data_dir={data_dir} does not apply to {saved.workdir}, which was "
-                "trained on images that ship with relattn: leave it out"
-            )
-        config.data_dir = data_dir
-    return config

@@ -213,3 +213,33 @@ config.data does not load: pass them in Python by run.evaluate(data=...)
             f"{workdir} was trained on data given in memory ({info.name!r}), which "
             f"config.data does not load: pass them in Python by {call}"
         )
+
+
+def data_config(config: ConfigDict, data_dir: str | None, workdir: Path) -> ConfigDict:
+    """Returns the options ``config.data`` of a run whose data may have moved.
+
+    Args:
+        config: The configuration of training.
+        data_dir: The folder or file of the data; None for that of training.
+        workdir: The run directory, for the message.
+
+    Returns:
+        A copy of the options.
+
+    Raises:
+        ValueError: If ``data_dir`` is given for data that ship with relattn.
+
+    Example:
+        >>> config = ConfigDict({"data": {"source": "folder", "data_dir": "old"}})
+        >>> data_config(config, "new", Path("runs/a")).data_dir
+        'new'
+    """
+    options = ConfigDict(config.data.to_dict())
+    if data_dir is not None:
+        if options.get("source", "embedded") == "embedded":
+            raise ValueError(
+                f"--data_dir={data_dir} does not apply to {workdir}, which was trained "
+                "on data that ship with relattn: leave it out"
+            )
+        options.data_dir = data_dir
+    return options

@@ -112,6 +112,18 @@ def test_other_arguments_raise(options, message, workdir):
         report(**{"run": run, **options})
 
 
+def test_data_that_have_moved_are_read_where_they_are(workdir, monkeypatch):
+    read = []
+
+    def load(config):
+        read.append(config.data_dir)
+        return load_noise(config)
+
+    monkeypatch.setitem(load_lib.LOADERS, "noise_for_reports", load)
+    report_lib.main([f"--workdir={workdir}", "--num_images=3", "--data_dir=moved"])
+    assert read == ["moved"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
 @pytest.mark.parametrize("width", [browser.DESKTOP, browser.PHONE])

@@ -129,7 +129,7 @@ def show_config(argv: Sequence[str] | None = None) -> None:
     from relattn.training import config_file
 
     parser = command.Parser(
-        "python -m relattn.cli config", show_config.__doc__, overrides=True
+        "python -m relattn config", show_config.__doc__, overrides=True
     )
     add = parser.add_argument
     add(
@@ -259,7 +259,3 @@ def eval_shift(
         written.append("page.html")
         page.write(output / "page.html")
     print(printable(f"Written to {given.output}: {', '.join(written)}"))
-
-
-if __name__ == "__main__":
-    main()

@@ -36,7 +36,7 @@ PROGRAMS = {
     "tools.offline": ["--python=3.12", "--output=x"],
     "tools.pretrained": ["--output=x"],
     "tools.tables": [],
-    "relattn.cli": ["report", "--workdir=x"],
+    "relattn.__main__": ["report", "--workdir=x"],
     "relattn.convert": ["--source=timm", "--checkpoint=x", "--output=x"],
     "relattn.export": ["--workdir=x", "--format=hf", "--output=x"],
     "relattn.data.prepare": ["--name=mnist"],
@@ -168,7 +168,7 @@ def test_unknown_options_are_rejected(program, refused):
 
 def test_unknown_commands_are_rejected(refused):
     assert "unknown command 'tran': did you mean 'train'" in refused(
-        "relattn.cli", ["tran", "--config=demo"]
+        "relattn.__main__", ["tran", "--config=demo"]
     )
 
 
@@ -401,10 +401,18 @@ DEMO = "--config=configs/demo.py"
             ["--workdir={}", "--input={}/file", "--output={}"],
             "is a folder: name a file in it",
         ),
-        ("relattn.cli", ["config", "--config.seed=3"], "--config is missing: name the"),
-        ("relattn.cli", ["config", "--config=demo:bandd"], "did you mean 'banded'"),
         (
-            "relattn.cli",
+            "relattn.__main__",
+            ["config", "--config.seed=3"],
+            "--config is missing: name the",
+        ),
+        (
+            "relattn.__main__",
+            ["config", "--config=demo:bandd"],
+            "did you mean 'banded'",
+        ),
+        (
+            "relattn.__main__",
             ["config", "--config=demo", "--config.batch_size=0"],
             "config.batch_size must be at least 1, got 0",
         ),
@@ -677,7 +685,7 @@ def test_characters_missing_in_the_encoding_are_escaped(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "program", [name for name in PROGRAMS if name != "relattn.cli"]
+    "program", [name for name in PROGRAMS if name != "relattn.__main__"]
 )
 def test_help_without_docstrings(program, monkeypatch, capsys):
     """As under ``python -OO``."""

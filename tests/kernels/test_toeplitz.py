@@ -305,7 +305,7 @@ def test_weights_above_rounding_noise_are_exact():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_platform_chooses_the_length_from_which_ffts_are_used(causal):
-    n = 8209
+    n = 32771
     x = jax.ShapeDtypeStruct((n, 3), jnp.float32)
     bias = jax.ShapeDtypeStruct((2 * n - 1,), jnp.float32)
 

@@ -445,8 +445,7 @@ def _with_channels(module, tensors, config, channels):
     if kernel is None or normed or not 1 <= channels < 2**16:
         raise ValueError(
             f"channels={channels} needs a model whose embedding of patches is linear "
-            "(embedding_norms=False): pass images of "
-            f"{old} channels"
+            f"(embedding_norms=False): pass images with channels={old}"
         )
     config = {**config, "image_shape": [*config["image_shape"][:-1], channels]}
     if "preprocessing" in config:

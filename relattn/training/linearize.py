@@ -59,9 +59,9 @@ def swap_attention(
         The new model and its variables.
 
     Raises:
-        ValueError: If the new attention lacks a parameter of the old one, the old one
-            attends to a window and the new one cannot, the model has no attention, or
-            ``variables`` are only its parameters.
+        ValueError: If the new attention lacks a parameter of the old one or has one of
+            another shape, the old one attends to a window and the new one cannot, the
+            model has no attention, or ``variables`` are only its parameters.
 
     Example:
         >>> from relattn.models import ViT
@@ -91,13 +91,15 @@ def swap_attention(
     taken: list[Any] = []
     for path, leaf in leaves:
         names, stacked = variable_names.leaf_names(swapped, path, leaf.shape)
-        arrays = [kept.pop(name) for name in names if name in kept]
+        shape = leaf.shape[1:] if stacked else leaf.shape
+        fits = [name in kept and kept[name].shape == shape for name in names]
+        arrays = [kept.pop(name) for name in names] if all(fits) else []
         taken.append((np.stack(arrays) if stacked else arrays[0]) if arrays else None)
     if kept:
         lost = list_problems({"without a place": list(kept)})
         raise ValueError(
             f"attention {attention!r} does not keep the parameters of attention "
-            f"{old!r} ({lost}): swap softmax attention"
+            f"{old!r} ({lost}): swap softmax for linear attention, such as 'hedgehog'"
         )
 
     @jax.jit

@@ -65,11 +65,16 @@ def test_swapped_model_keeps_every_parameter_in_its_layer():
     assert not found and len(jax.tree.leaves(new["random_features"])) > 1
 
 
-def test_swapping_an_attention_with_more_parameters_raises():
-    model, variables, inputs = trained("vit", attention="relu(num_features=5)")
-    message = "attention 'favor' does not keep the parameters of attention 'relu.*bias"
+@pytest.mark.parametrize(
+    ("old", "new", "lost"),
+    [("relu(num_features=5)", "favor", "bias"), ("softmax", "banded", "k.kernel")],
+)
+def test_swapping_an_attention_with_other_parameters_raises(old, new, lost):
+    """Position heads of `banded` have no keys, so its kernel is of another shape."""
+    model, variables, inputs = trained("vit", attention=old)
+    message = rf"'{new}' does not keep the parameters of attention '{old[:4]}.*{lost}"
     with pytest.raises(ValueError, match=message):
-        linearize.swap_attention(model, variables, "favor", inputs, jax.random.key(0))
+        linearize.swap_attention(model, variables, new, inputs, jax.random.key(0))
 
 
 def test_swapping_a_window_for_all_tokens_raises():

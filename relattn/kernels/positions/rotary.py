@@ -75,8 +75,8 @@ def rotary_angles(
     check_prefix(num_tokens, num_prefix)
     if head_dim % 2 or head_dim < 2 * axes:
         raise ValueError(
-            f"rotary positions of {axes} axes need an even head_dim (dim / num_heads) "
-            f"of at least {2 * axes}, got {head_dim}"
+            "rotary positions need an even head_dim (dim / num_heads) of at least 2 "
+            f"for each axis, here {2 * axes}, got {head_dim}"
         )
     if not (0 < factor < math.inf and original_length >= 0):
         raise ValueError(

@@ -117,7 +117,7 @@ def test_half_precision_keeps_dtype_and_phase_of_far_tokens():
 
 def test_wrong_head_dim_or_num_prefix_raises():
     for axes, head_dim in ((2, 2), (2, 7), (3, 4)):
-        message = f"{axes} axes need an even .* at least {2 * axes}, got {head_dim}"
+        message = f"an even head_dim .* here {2 * axes}, got {head_dim}"
         with pytest.raises(ValueError, match=message):
             rotary_angles(np.zeros((3, axes), np.float32), head_dim)
     with pytest.raises(ValueError, match="head_dim 6 needs 3 angles per token, got 2"):

@@ -468,7 +468,7 @@ def _stack(
 ) -> Float32[np.ndarray, "n points columns"]:
     """Returns arrays of sets of points in one array, with NaN for padding."""
     columns = axes + channels
-    if not isinstance(points, list | tuple):
+    if not isinstance(points, Sequence):
         points = np.asarray(points)
         points = points[None] if points.ndim == 2 else points
         if points.ndim != 3:

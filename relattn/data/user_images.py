@@ -223,7 +223,7 @@ def as_sequence(
         return _read_array_file(Path(images), image_shape)
     if isinstance(images, str | os.PathLike | Image.Image):
         return [images]
-    if isinstance(images, list | tuple):
+    if isinstance(images, Sequence):
         return images
     array = np.asarray(images)
     if array.dtype.kind in "OU" and array.ndim:

@@ -1,5 +1,7 @@
 """Tests sets of points: arrays, files of arrays, MNIST as points, and errors."""
 
+import collections
+
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -231,7 +233,7 @@ def test_sets_of_a_user_are_read_in_every_form(tmp_path):
         np.testing.assert_array_equal(read_point_sets(given, INFO), expected)
     # Sets of other numbers of points, of which the last rows are padding.
     sets = [each[mask] for each, mask in zip(expected, arrays["mask"], strict=True)]
-    found = read_point_sets(sets, INFO)
+    found = read_point_sets(collections.UserList(sets), INFO)
     longest = arrays["mask"].sum(axis=1).max()
     assert longest < POINTS and found.dtype == np.float32
     np.testing.assert_array_equal(found, expected[:, :longest])

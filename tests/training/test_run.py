@@ -1,3 +1,4 @@
+import collections
 import csv
 import dataclasses
 import functools
@@ -100,6 +101,8 @@ def test_predict_takes_arrays_pil_images_and_files(workdir, tmp_path):
     for picture, path in zip(pictures, paths, strict=True):
         picture.save(path)
     same = (images[..., 0], images.astype(int), list(images), pictures, paths)
+    # As a column of a Hugging Face data set, which is no list.
+    same += (collections.UserList([images[0], *paths[1:3], *pictures[3:]]),)
     for given in same:
         again = run.predict(given, batch_size=3)
         np.testing.assert_array_equal(again.probabilities, found.probabilities)

@@ -12,6 +12,7 @@ import pytest
 
 from relattn import training
 from relattn.data import ImageInfo
+from relattn.data.tokenizers import FILE_PREFIX, ByteTokenizer
 from relattn.evaluation import perplexity
 from relattn.evaluation import sample as sample_lib
 from relattn.evaluation.report import report
@@ -211,9 +212,17 @@ def test_a_saved_model_without_a_tokenizer_is_refused(workdir, tmp_path, capsys)
     assert capsys.readouterr().err.startswith(message)
 
 
-def test_a_report_has_a_sample(workdir):
-    page = report(training.load_run(workdir))
+def test_a_report_has_a_sample(workdir, monkeypatch):
+    run = training.load_run(workdir)
+    page = report(run)
     assert "<h2>A sample</h2>" in page and "<h2>Confusion matrix</h2>" not in page
+    # The tokenizer of a file is found by its checksum, unless the file is gone.
+    info = dataclasses.replace(run.data, tokenizer=f"{FILE_PREFIX}0123")
+    run, found = dataclasses.replace(run, data=info), ByteTokenizer()
+    monkeypatch.setattr(predict, "find_tokenizer", lambda *_: found)
+    assert "None" not in report(run).partition("<h2>A sample</h2>")[2][:20]
+    monkeypatch.undo()
+    assert "<pre>None: " in report(run)
 
 
 @pytest.mark.slow

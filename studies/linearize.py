@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import re
@@ -168,6 +169,11 @@ def run_linearize(
 def _made(run: Run, settings: Settings) -> dict[str, Any]:
     """Returns what all results in a folder depend on."""
     source = {"step": run.step, "config": run.pretrained_config()["training"]}
+    # Runs of one configuration differ in the data and the models in their folders.
+    digest = hashlib.blake2b(digest_size=16)
+    for array in jax.tree.leaves(run.variables):
+        digest.update(np.asarray(array).tobytes())
+    source["weights"] = digest.hexdigest()
     return {"source": source, "settings": dataclasses.asdict(settings)}
 
 

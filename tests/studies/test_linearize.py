@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import types
+from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -86,6 +87,7 @@ def test_every_attention_is_checked_before_anything_is_trained(tmp_path, monkeyp
         config=ConfigDict({"model": {"attention": "softmax"}, "data": {}}),
         data=PointInfo("spreads", ("a", "b", "c"), (5, 2, 1), 37, "here"),
         step=3,
+        variables={},
         evaluate=evaluate,
         pretrained_config=lambda: {"training": {}},
     )
@@ -102,7 +104,8 @@ def test_every_attention_is_checked_before_anything_is_trained(tmp_path, monkeyp
     with pytest.raises(AssertionError, match="the run was evaluated"):
         linearized("favor", "hedgehog")
     made = {"settings": dataclasses.asdict(SETTINGS) | {"rank": 2}}
-    made |= {"source": {"step": 3, "config": {}}, "attentions": {}}
+    source = {"step": 3, "config": {}, "weights": blake2b(digest_size=16).hexdigest()}
+    made |= {"source": source, "attentions": {}}
     (tmp_path / "out" / "results.json").write_text(json.dumps(made))
     with pytest.raises(ValueError, match=r"other settings \(rank: 2 there, 8 now\): "):
         linearized("favor")
@@ -167,16 +170,20 @@ def test_study_swaps_imitates_and_fine_tunes(tmp_path, name, monkeypatch):
 def test_stages_of_another_run_are_not_reused(tmp_path, monkeypatch):
     """The results, which name the run, may be missing."""
 
-    def linearization(step):
+    def linearization(step, weights=(1.0,)):
         run = types.SimpleNamespace(
-            step=step, pretrained_config=lambda: {"training": {}}
+            step=step,
+            variables={"params": np.float32(weights)},
+            pretrained_config=lambda: {"training": {}},
         )
         return Linearization(run, None, "relu", Settings(), tmp_path)
 
     file = tmp_path / "swapped" / "result.json"
     file.parent.mkdir()
     settings = dataclasses.asdict(Settings())
-    made = {"settings": settings, "source": {"step": 1, "config": {}}}
+    weights = blake2b(np.float32([1.0]).tobytes(), digest_size=16).hexdigest()
+    source = {"step": 1, "config": {}, "weights": weights}
+    made = {"settings": settings, "source": source}
     file.write_text(json.dumps({**made, "result": {"accuracy": 0.5}}))
     loaded = types.SimpleNamespace(variables="found")
     monkeypatch.setattr(pretrained, "load_pretrained", lambda folder: loaded)
@@ -186,8 +193,11 @@ def test_stages_of_another_run_are_not_reused(tmp_path, monkeypatch):
 
     found = linearization(1).complete("swapped", compute)
     assert found == ("found", {"accuracy": 0.5})
-    with pytest.raises(NotImplementedError):
-        linearization(2).complete("swapped", compute)
+    # With the same configuration, the data or `init_from` may have other contents.
+    for other in (linearization(1, weights=(2.0,)), linearization(2)):
+        file.write_text(json.dumps({**made, "result": {"accuracy": 0.5}}))
+        with pytest.raises(NotImplementedError):
+            other.complete("swapped", compute)
 
 
 @pytest.mark.slow

@@ -169,7 +169,14 @@ def _earlier(make: Callable[[], list[Training]]) -> list[Training]:
     """Returns the trainings of an earlier command, if all are complete."""
     try:
         group = make()
-        return group if all(training.is_complete() for training in group) else []
+        if all(training.is_complete() for training in group):
+            return group
+        name = group[0].label
+        if any(group[0].workdir.parent.glob(f"{name.replace(', ', '-')}-[0-9]*")):
+            print(
+                f"left out of the tables: {name}, without complete runs of these seeds "
+                "on data in this folder: add it to --models"
+            )
     except WorkdirError as error:
         print(f"left out of the tables: {error}")
     except ValueError:

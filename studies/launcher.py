@@ -22,7 +22,13 @@ from relattn.command import lacks_resources, one_line
 from relattn.data import DataInfo, read_info
 from relattn.files import open_new
 from relattn.json_files import check_json
-from relattn.training.config import check_config, complete, differences, to_json
+from relattn.training.config import (
+    MAY_CHANGE_ON_RESUME,
+    check_config,
+    complete,
+    differences,
+    to_json,
+)
 from relattn.training.config_file import read_config
 from relattn.training.metrics import BEST_METRICS
 from relattn.training.metrics_log import Row, read_rows
@@ -277,7 +283,9 @@ class Training:
             return False
         if ended:
             check_same_config(there, config, self.workdir)
-        return ended and not differences(there, to_json(config))
+        # In another folder, train.py compares the data.
+        free = {*MAY_CHANGE_ON_RESUME} - {"data.data_dir"}
+        return ended and not differences(there, to_json(config), [*free])
 
 
 def train(

@@ -39,6 +39,8 @@ def test_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
     assert training.is_complete()
     training.overrides = ["--config.progress=False"]
     assert training.is_complete()
+    training.overrides = ["--config.data.data_dir=other"]
+    assert not training.is_complete()
     training.overrides = ["--config.num_epochs=30"]
     with pytest.raises(WorkdirError, match="the cosine schedule depends on the length"):
         training.is_complete()

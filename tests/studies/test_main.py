@@ -271,6 +271,10 @@ def test_seeds_train_in_one_process(tmp_path, monkeypatch, capfd):
     assert "| relu | 56.25" in text and "| vit |" not in text
     left_out = f"left out of the tables: --workdir {tmp_path / 'vit-42-43'} holds a run"
     assert capfd.readouterr().out.startswith(left_out)
+    text, _ = __main__.run_study("tiny", tmp_path, models=["relu"])
+    assert "| relu |" in text and "| vit |" not in text
+    left_out = "left out of the tables: vit, without complete runs of these seeds on"
+    assert capfd.readouterr().out.startswith(left_out)
 
 
 def test_shifts_are_evaluated_for_all_runs(tmp_path, monkeypatch):

@@ -5,10 +5,8 @@ These are the most used names. The others are in the packages `relattn.kernels`,
 `relattn.training` and `relattn.evaluation`.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+import typing as _typing
 
 from relattn import kernels as kernels
 from relattn import models as models
@@ -48,7 +46,7 @@ from relattn.nn import register_position as register_position
 from relattn.nn import split_attention_mask as split_attention_mask
 from relattn.offsets import Torus as Torus
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from relattn import data as data
     from relattn import evaluation as evaluation
     from relattn import training as training
@@ -69,13 +67,13 @@ _FUNCTIONS = {
 
 
 # Hidden from type checkers, which would accept any misspelt name.
-if not TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> _typing.Any:
         if name in _PACKAGES:
-            return importlib.import_module(f"relattn.{name}")
+            return _importlib.import_module(f"relattn.{name}")
         if name in _FUNCTIONS:
-            return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+            return getattr(_importlib.import_module(_FUNCTIONS[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

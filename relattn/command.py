@@ -43,6 +43,10 @@ DRAWS_HELP = (
     "by default the run's config.eval_draws; K draws take K times the time"
 )
 BATCH_HELP = "examples in a batch, by default the run's config.eval_batch_size"
+CONTEXT_HELP = (
+    "number of tokens in a window, by default that of training; the model's position "
+    "tables are cut or resized"
+)
 # Length limit of a message in characters: it may quote the input.
 _MAX_LENGTH = 500
 # Characters of the start, and of the end, of a longer error message.

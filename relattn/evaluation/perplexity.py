@@ -27,9 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--checkpoint", default="best", help="best or latest")
     add("--batch_size", type=int, help=command.BATCH_HELP)
     add("--draws", type=int, help=command.DRAWS_HELP)
+    add("--context_length", type=int, help=command.CONTEXT_HELP)
     add("--bpe_dir", default="", help="folder of the tokenizer's files")
     given = parser.parse_args(argv)
-    run = load_text_run(given.workdir, given.checkpoint)
+    run = load_text_run(given.workdir, given.checkpoint, given.context_length)
     for path in given.input:
         found = run.evaluate(
             path,

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--stop", default="", help="text of the token that ends a sample")
     add("--seed", type=int, default=0, help="seed of the draws")
     add("--checkpoint", default="best", help="best or latest")
+    add("--context_length", type=int, help=command.CONTEXT_HELP)
     add("--bpe_dir", default="", help="folder of the tokenizer's files")
     given = parser.parse_args(argv)
     if not 1 <= given.num_samples <= MAX_SAMPLES:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"num_samples must be from 1 to {MAX_SAMPLES}, got "
             f"{shorten(given.num_samples)}"
         )
-    run = load_text_run(given.workdir, given.checkpoint)
+    run = load_text_run(given.workdir, given.checkpoint, given.context_length)
     texts = run.generate(
         [given.prompt] * given.num_samples,
         num_tokens=given.num_tokens,

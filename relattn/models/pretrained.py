@@ -25,6 +25,7 @@ from relattn.command import lacks_resources, one_line
 from relattn.extras import require_train
 from relattn.files import check_folder, expand, replace_file
 from relattn.json_files import to_plain
+from relattn.kernels.checks import check_size
 from relattn.manifest import FILE_PREFIX, MANIFEST, find_damage, write_manifest
 from relattn.messages import shorten
 from relattn.models import hub, preprocessing
@@ -287,6 +288,7 @@ def load_pretrained(
     *,
     image_size: int | tuple[int, int] | None = None,
     channels: int | None = None,
+    context_length: int | None = None,
     model: Mapping[str, Any] | None = None,
 ) -> Pretrained:
     """Loads a model that `relattn.convert` or ``run.save_pretrained`` wrote.
@@ -304,6 +306,9 @@ def load_pretrained(
         channels: Number of channels of the images that the model will see; None for
             that of training. The embedding's weights are summed for one channel, and
             repeated and scaled for more, see `relattn.models.patches.adapt_channels`.
+        context_length: Number of tokens of the longest text that the model will see, as
+            long as the cache of `relattn.models.generate`; None for that of training.
+            Tables of positions are cut or resized by `relattn.models.resize_grid`.
         model: Values that replace those of the file's model, such as ``{"attention":
             "softmax"}``; the parameters must be the same. Another attention gets new
             random features, drawn from ``jax.random.key(0)``.
@@ -345,8 +350,9 @@ def load_pretrained(
     for name in (sizes | {"image_size", "channels"}) & {*changes}:
         raise ValueError(
             f"model= changes options of the model, but {name} belongs to its data: "
-            "pass image_size= or channels= for other images, and fine-tune with "
-            "config.init_from for other classes or tokens"
+            "pass image_size= or channels= for other images, context_length= for "
+            "other texts, and fine-tune with config.init_from for other classes or "
+            "tokens"
         )
     folder = find_model(folder, changes)
     _verify(folder)
@@ -389,6 +395,14 @@ def load_pretrained(
             values = config["preprocessing"]
             resized = round(values["resized"] * min(size[-2:]) / before)
             config["preprocessing"] = {**values, "resized": resized}
+    if context_length is not None:
+        if module.inputs != "tokens":
+            raise ValueError(f"context_length={context_length} needs a model of text")
+        check_size("context_length", context_length)
+        grids = (config["context_length"],), (context_length,)
+        variables = resize_grid(module, variables, *grids)
+        config = {**config, "context_length": context_length}
+        module = build(config)
     return Pretrained(module, variables, config, folder)
 
 

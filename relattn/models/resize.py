@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 
 from relattn.models.cnn import CNN
 from relattn.models.gpt import GPT
@@ -18,7 +20,7 @@ from relattn.offsets import Grid, Torus, check_axes
 def resize_grid(
     model: nn.Module, variables: Mapping[str, Any], old: Grid, new: Grid
 ) -> dict[str, Any]:
-    """Resizes the parameters that depend on the grid, for images of another size.
+    """Resizes the parameters that depend on the grid, for inputs of another size.
 
     Tables with a row for each position, offset, row or column (`learned`,
     `relative_key`, `relative_value`, `relative_bias`, `irpe_gate`) are interpolated
@@ -27,8 +29,11 @@ def resize_grid(
     torus a whole number of times keep this number. Convolutional networks and models of
     points have no parameters that depend on a grid.
 
+    For a shorter text, every table keeps the rows of its positions or offsets, also the
+    matrices of Translution, so the model computes the same as before.
+
     Args:
-        model: A model from `relattn.models.build_model`, for images of any size.
+        model: A model from `relattn.models.build_model`, for inputs of any size.
         variables: Its variables, trained on the grid ``old``.
         old: Height and width in tokens (for a convolutional network in pixels), or the
             length of a text, ``(160,)``.
@@ -86,6 +91,8 @@ def resize_grid(
     )
     if old == new:
         return dict(variables)
+    if isinstance(model, GPT) and new < old:
+        return {**variables, "params": _cut(model, variables["params"], *old, *new)}
     if attention(parent=None).has_grid_tables:
         shown = ["x".join(map(str, grid)) for grid in (old, new)]
         raise ValueError(
@@ -102,3 +109,22 @@ def resize_grid(
             params["position"], old, new, model.num_prefix
         )
     return {**variables, "params": params}
+
+
+def _cut(model: GPT, params: Any, old: int, new: int) -> Any:
+    """Keeps the rows of tables that a shorter text needs."""
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    shorter = model.clone(context_length=new)
+    like = jax.eval_shape(shorter.init, jax.random.key(0), token)["params"]
+    # The first row kept of the positions 0 .. old - 1, or the offsets 0 .. old - 1 of
+    # causal attention; and of the offsets -(old - 1) .. old - 1.
+    starts = {(old, new): 0, (2 * old - 1, 2 * new - 1): old - new}
+
+    def cut(table: Any, kept: Any) -> Any:
+        for axis, sizes in enumerate(zip(table.shape, kept.shape, strict=True)):
+            if sizes[0] != sizes[1]:
+                start = starts[sizes]
+                table = jax.lax.slice_in_dim(table, start, start + sizes[1], axis=axis)
+        return table
+
+    return jax.tree.map(cut, params, like)

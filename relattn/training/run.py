@@ -51,8 +51,8 @@ class Run:
     returns the compiled model.
 
     Attributes:
-        config: The configuration of training, except for ``data.image_size`` if
-            `load_run` changed it.
+        config: The configuration of training, except for ``data.image_size`` or
+            ``data.context_length`` if `load_run` changed it.
         model: The Flax module.
         variables: Parameters, random features and moving statistics, on the host.
         step: Number of updates in the checkpoint.
@@ -64,7 +64,7 @@ class Run:
         given: Whether the training data were given in memory: calls that need them
             take them as ``data=``.
         contents: A hash of the training data; "" if it is not known.
-        resized: Whether `load_run` changed the size of the images.
+        resized: Whether `load_run` changed the size of the images or texts.
     """
 
     config: ConfigDict

@@ -15,6 +15,7 @@ from relattn import data as data_lib
 from relattn import models
 from relattn.data import TextInfo, input_shape, read_info
 from relattn.files import expand
+from relattn.kernels.checks import check_size
 from relattn.manifest import FILE_PREFIX
 from relattn.messages import check_choice
 from relattn.models import pretrained, variable_names
@@ -45,13 +46,14 @@ def load_run(
     checkpoint: str = "best",
     *,
     image_size: int | tuple[int, int] | None = None,
+    context_length: int | None = None,
     seed: int | None = None,
 ) -> Run:
     """Loads a run from its directory, without its data.
 
     With ``image_size``, the model takes images of another size than in training, as
-    more or fewer patches of the same size; `relattn.models.resize_grid` resizes its
-    parameters.
+    more or fewer patches of the same size, and with ``context_length`` shorter or
+    longer texts; `relattn.models.resize_grid` resizes its parameters.
 
     Args:
         workdir: The run directory.
@@ -61,18 +63,19 @@ def load_run(
             a warning, unless the damaged one is the best.
         image_size: Side, or height and width, of the images that the model will see, in
             pixels; None for the size of training.
+        context_length: Number of tokens in a window of text; None for that of training.
         seed: Which of the seeds that were trained together; None for the first.
 
     Returns:
         The run, with the configuration of this one seed.
 
     Raises:
-        ValueError: If ``checkpoint`` is neither, the model cannot see images of another
-            size, or the seed was not trained.
+        ValueError: If ``checkpoint`` is neither, the model cannot see images or texts
+            of another size, or the seed was not trained.
         CheckpointError: If there is no intact checkpoint, the best is damaged, or its
             model cannot be built.
     """
-    saved = open_run(workdir, checkpoint, image_size)
+    saved = open_run(workdir, checkpoint, image_size, context_length)
     (run,) = saved.load([saved.seeds[0] if seed is None else seed])
     return run
 
@@ -88,12 +91,15 @@ def is_saved_model(folder: str | Path) -> bool:
     return (expand(folder, "--workdir") / pretrained.CONFIG).is_file()
 
 
-def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
+def load_text_run(
+    folder: str | Path, checkpoint: str = "best", context_length: int | None = None
+) -> Run:
     """Loads a run on text, or a saved model of text as one that took no steps.
 
     Args:
         folder: The run directory, or what `relattn.load_pretrained` takes.
         checkpoint: ``"best"`` or ``"latest"``, of a run.
+        context_length: Number of tokens in a window; None for that of training.
 
     Returns:
         The run; that of a saved model has no training data, and its tables have only
@@ -108,9 +114,9 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
     if not is_hub_id(folder):
         folder = expand(folder, "--workdir")
     if not is_saved_model(folder):
-        return load_run(folder, checkpoint)
+        return load_run(folder, checkpoint, context_length=context_length)
     check_choice("checkpoint", checkpoint, ("best", "latest"))
-    loaded = pretrained.load_pretrained(folder)
+    loaded = pretrained.load_pretrained(folder, context_length=context_length)
     if loaded.model.inputs != "tokens":
         raise ValueError(f"{folder} is a model of {loaded.model.inputs}, not of text")
     tokenizer = loaded.load_tokenizer()
@@ -272,6 +278,7 @@ def open_run(
     workdir: str | Path,
     checkpoint: str = "best",
     image_size: int | tuple[int, int] | None = None,
+    context_length: int | None = None,
 ) -> SavedRun:
     """Verifies the latest checkpoint of a run and builds its model.
 
@@ -281,13 +288,14 @@ def open_run(
             ``"latest"``.
         image_size: Side, or height and width, of the images that the model will see, in
             pixels; None for the size of training.
+        context_length: Number of tokens in a window of text; None for that of training.
 
     Returns:
         The run, without its arrays.
 
     Raises:
-        ValueError: If ``checkpoint`` is neither, or the model cannot see images of
-            another size.
+        ValueError: If ``checkpoint`` is neither, or the model cannot see images or
+            texts of another size.
         CheckpointError: If there is no intact checkpoint, or its model cannot be built.
     """
     check_choice("checkpoint", checkpoint, ("best", "latest"))
@@ -304,6 +312,11 @@ def open_run(
     with explain_metadata_errors(folder / str(step)):
         check_config(config)
         trained = make_task(config, read_info(meta["data"]))
+    task = trained
+    if image_size is not None:
+        task = _with_image_size(task, image_size)
+    if context_length is not None:
+        task = _with_context_length(task, context_length)
     histories = [History(**values) for values in meta["history"]]
     replace_lost_best(workdir, step, histories, trained.info.kind, if_missing=True)
     return SavedRun(
@@ -311,7 +324,7 @@ def open_run(
         checkpoint=checkpoint,
         step=step,
         trained=trained,
-        task=trained if image_size is None else _with_image_size(trained, image_size),
+        task=task,
         histories=histories,
         given=bool(meta.get("given")),
         contents=meta.get("contents") or meta.get("given") or "",
@@ -350,13 +363,32 @@ def _with_image_size(task: Task, image_size: int | tuple[int, int]) -> Task:
     return make_task(config, task.info)
 
 
-def _resize(trained: Task, task: Task, variables: Any) -> Any:
-    """Resizes variables to the images of another task."""
-    grids = [
-        models.patch_grid(
-            input_shape(each.config.data, each.info)[:-1],
-            getattr(each.model, "patch_size", 1),
+def _with_context_length(task: Task, context_length: int) -> Task:
+    """Returns the task for windows of another number of tokens."""
+    info = task.info
+    if not isinstance(info, TextInfo):
+        raise ValueError(
+            f"context_length={context_length} needs a run on text, but this one was "
+            f"trained on {info.kind}"
         )
-        for each in (trained, task)
-    ]
+    check_size("context_length", context_length)
+    config = ConfigDict(task.config.to_dict())
+    config.data.context_length = context_length
+    # Longer windows: the tokens of a batch, so its logits, take no more memory.
+    share = min(1, info.context_length / context_length)
+    config.eval_batch_size = max(1, int(config.eval_batch_size * share))
+    return make_task(config, dataclasses.replace(info, context_length=context_length))
+
+
+def _resize(trained: Task, task: Task, variables: Any) -> Any:
+    """Resizes variables to the inputs of another task."""
+    grids = [_grid(each) for each in (trained, task)]
     return jax.device_get(models.resize_grid(trained.model, variables, *grids))
+
+
+def _grid(task: Task) -> tuple[int, ...]:
+    """Returns the grid of the tokens of a task's model."""
+    if isinstance(task.info, TextInfo):
+        return (task.info.context_length,)
+    shape = input_shape(task.config.data, task.info)[:-1]
+    return models.patch_grid(shape, getattr(task.model, "patch_size", 1))

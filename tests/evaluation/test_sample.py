@@ -263,6 +263,37 @@ def test_a_short_text_has_a_short_window(workdir, tmp_path, length, window):
     assert sum(weights) == length - 1
 
 
+@pytest.mark.parametrize("length", [7, 29])
+def test_another_context_length(workdir, tmp_path, capsys, length):
+    path = tmp_path / "a.txt"
+    path.write_text("To be, or not to be, that is the question. " * 2)
+    run = training.load_run(workdir)
+    save(workdir, tmp_path, {"tokenizer": "bytes"})
+    for folder in (workdir, tmp_path):
+        loaded = saved_run.load_text_run(folder, context_length=length)
+        assert loaded.model.context_length == length
+        found = loaded.evaluate(path)["bits_per_token"]
+        option = f"--context_length={length}"
+        perplexity.main([f"--workdir={folder}", f"--input={path}", option])
+        printed = capsys.readouterr().out
+        assert f"{found:.4f} bits per token" in printed
+        assert printed.endswith(f"from those before it in its window of {length}\n")
+    if length < 13:
+        # The first tokens of a window see the same as before.
+        tokens = np.arange(length)[None]
+        shorter = training.make_predict_fn(loaded)(tokens)
+        expected = training.make_predict_fn(run)(tokens)
+        np.testing.assert_allclose(shorter, expected, rtol=1e-5)
+    else:
+        # As many tokens in a batch of the run.
+        assert training.load_run(workdir, context_length=29).config.eval_batch_size == 7
+    sample_lib.main([f"--workdir={folder}", "--prompt=To", "--top_k=1", option])
+    text = loaded.generate("To", top_k=1)
+    assert capsys.readouterr().out.rstrip("\n") == text.rstrip("\n")
+    with pytest.raises(ValueError, match="context_length must be at least 1, got 0"):
+        saved_run.load_text_run(folder, context_length=0)
+
+
 def test_an_unknown_word_longer_than_the_text(workdir, tmp_path, monkeypatch):
     words = SimpleNamespace(
         name="words",

@@ -219,6 +219,34 @@ def test_resizing_a_text_model_to_longer_text():
         resize_grid(model, variables, (1, 7), (1, 11))
 
 
+@pytest.mark.quick("softmax-learned", "lor_translution-none", "favor-relative_bias")
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [
+        ("softmax", "learned"),
+        ("softmax", "relative_key"),
+        ("softmax", "irpe_gate"),
+        ("favor", "relative_bias"),
+        ("favor", "rope1d"),
+        ("translution", "learned"),
+        ("translution(clip=2)", "none"),
+        ("lor_translution", "none"),
+    ],
+)
+def test_a_shorter_text_is_computed_as_before(attention, position):
+    config = {"name": "gpt", "mlp_dim": 11, **SIZES}
+    config |= {"attention": attention, "position": position}
+    model, shorter = (
+        build_model(config, vocab_size=13, context_length=length) for length in (11, 7)
+    )
+    tokens = jax.random.randint(jax.random.key(0), (2, 7), 0, 13)
+    like = jax.eval_shape(model.init, jax.random.key(1), tokens)
+    variables = normal_like(like, scale=0.3)
+    expected = run(model.apply, variables, tokens)
+    resized = resize_grid(model, variables, (11,), (7,))
+    np.testing.assert_allclose(run(shorter.apply, resized, tokens), expected, atol=1e-5)
+
+
 def test_a_model_of_points_has_no_grid():
     config = {"name": "point_transformer", "mlp_dim": 11, **SIZES}
     model = build_model(config, num_classes=3, point_shape=(5, 2, 1))

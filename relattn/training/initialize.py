@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from relattn import models
+from relattn import models, spec
 from relattn.files import expand
 from relattn.manifest import FILE_PREFIX
 from relattn.messages import closest, list_problems, shorten
@@ -25,7 +25,8 @@ from relattn.training.saved_run import load_run, open_run
 from relattn.training.step import TrainState
 
 EMBEDDING = pretrained.EMBEDDING
-STATISTICS = "batch_stats."
+# What is taken where it fits; the rest has to.
+OPTIONAL = ("batch_stats.", "random_features.")
 POSITIONS = "params.position.learned.table"
 # Options of the data that are those of a converted model.
 _PREPROCESSING = ("standardize", "mean", "std", "interpolation", "crop_pct")
@@ -139,7 +140,8 @@ def initial_state(
     to the ids of the tokenizer, if it is the model's. A model of three channels takes
     grey images as three equal channels; a model of grey images takes the mean of three
     channels. Several seeds start from the same parameters. Moving statistics are taken
-    where they fit. Random features are drawn for the run.
+    where they fit, and so are the random features of the same attention, on which the
+    model may depend; others are drawn for the run.
 
     Args:
         task: The task of one seed or several.
@@ -155,7 +157,9 @@ def initial_state(
     """
     config, single = task.config, task.single
     source = read_source(config.init_from)
-    carried = ("params", "batch_stats")
+    carried = ["params", "batch_stats"]
+    if _attention(source.model) == _attention(single.model):
+        carried.append("random_features")
     variables = {key: source.variables.get(key, {}) for key in carried}
     new, skipped = single.sizes, list(_skipped(config))
     if "image_shape" in new and source.model.inputs == "images":
@@ -197,6 +201,12 @@ def initial_state(
     if jax.tree.leaves(state.ema):
         changed["ema"] = changed["params"]
     return state.replace(**changed)
+
+
+def _attention(model: nn.Module) -> tuple[str, dict[str, Any]] | None:
+    """Returns the name and the options of a model's attention, if it has one."""
+    attention = getattr(model, "attention", None)
+    return spec.parse(attention) if isinstance(attention, str) else None
 
 
 def _replace(
@@ -344,7 +354,7 @@ def fit(
 
     Args:
         model: The model to train.
-        like: Shapes of its parameters and moving statistics.
+        like: Shapes of its parameters and of the collections of `OPTIONAL`.
         tensors: Those of ``config.init_from``, by the names of
             `relattn.models.variable_names.flatten`.
         config: The run's configuration. ``init_skip`` lists parts of names, separated
@@ -365,7 +375,7 @@ def fit(
         return any(f".{part}." in f".{name}." for part in skipped)
 
     def may_differ(name: str) -> bool:
-        return name.startswith(STATISTICS) or skip(name)
+        return name.startswith(OPTIONAL) or skip(name)
 
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     result, problems, names_here = [], [], set()

@@ -93,6 +93,32 @@ def test_swapped_attention_keeps_every_other_parameter(source):
         np.testing.assert_array_equal(found[name], start[name])
 
 
+@pytest.mark.parametrize(
+    ("attention", "init_skip", "taken"),
+    [
+        ("favor(norms='fixed', num_features=4)", "", True),
+        ("favor(num_features=4)", "", False),
+        ("favor(num_features=5, norms='fixed')", "", False),
+        ("favor(num_features=4, norms='fixed')", "random_features", False),
+    ],
+)
+def test_a_model_keeps_the_random_features_of_its_attention(
+    attention, init_skip, taken, tmp_path
+):
+    """It may have learned with this draw alone."""
+    model = {"name": "vit", **SIZES, "attention": "favor(num_features=4,norms='fixed')"}
+    sizes = {"num_classes": 5, "image_shape": [6, 6, 1]}
+    config = {"model": {**model, "position": "learned", "qkv_bias": True}, **sizes}
+    variables = pretrained.abstract(pretrained.build(config), config)
+    variables = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), variables)
+    pretrained.save_pretrained(tmp_path, config, variables)
+    new = task(tmp_path, attention=attention, init_skip=init_skip, num_seeds=2)
+    (found,) = jax.tree.leaves(initial_state(new).random_features)
+    (drawn,) = jax.tree.leaves(new.create_state().random_features)
+    expected = np.full(drawn.shape, 0.5) if taken else drawn
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("clusters", [2, 3])
 def test_moving_statistics_that_fit_are_those_of_the_source(clusters, tmp_path):

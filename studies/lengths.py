@@ -1,0 +1,160 @@
+"""Evaluates GPTs on shorter and longer windows of text than in training.
+
+``python -m studies.lengths --workdir RUN ... --output=DIR``, from the project's root,
+measures the loss of each run on its validation text, cut into windows of several
+lengths, and writes ``lengths.json``, ``lengths.md`` and ``lengths.png``. Runs of the
+same attention and position, which differ in their seed, are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from relattn import command
+from relattn.evaluation.figures import plain, save_figure
+from relattn.files import replace_file
+from relattn.markdown import markdown_table
+from relattn.training.saved_run import load_text_run
+from relattn.training.workdir import usable_folder, write_json
+
+LENGTHS = (16, 32, 64, 128, 256, 512)
+MISSING = "–"
+
+
+def measure(workdirs: Sequence[str | Path], lengths: Sequence[int]) -> dict[str, Any]:
+    """Measures the loss of runs on windows of several lengths.
+
+    Args:
+        workdirs: The run directories.
+        lengths: Numbers of tokens in a window.
+
+    Returns:
+        What ``lengths.json`` holds: the lengths, and a row for each attention and
+        position with the seeds, the length of training, and by seed and length the loss
+        in nats per token; None for a length that the model cannot have.
+    """
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    bar = tqdm(total=len(workdirs) * len(lengths), unit=" losses", disable=None)
+    for workdir in workdirs:
+        run = load_text_run(workdir)
+        key = run.config.model.attention, run.config.model.position
+        row = rows.setdefault(key, {"seeds": [], "trained": [], "losses": []})
+        losses: list[float | None] = []
+        for length in lengths:
+            try:
+                resized = load_text_run(workdir, context_length=length)
+            except ValueError:
+                # Tables of offsets, and matrices, have no rows for a longer text.
+                if length <= run.model.context_length:
+                    raise
+                losses.append(None)
+            else:
+                losses.append(resized.evaluate(split="validation")["loss"])
+            bar.update()
+        row["seeds"].append(run.config.seed)
+        row["trained"].append(run.model.context_length)
+        row["losses"].append(losses)
+    bar.close()
+    names = ("attention", "position")
+    listed = [dict(zip(names, key, strict=True)) | row for key, row in rows.items()]
+    return {"lengths": list(lengths), "rows": listed}
+
+
+def lengths_table(results: Mapping[str, Any]) -> str:
+    """Makes a table with a row for each attention and position.
+
+    Args:
+        results: What `measure` returns.
+
+    Returns:
+        Markdown: means ± standard deviations over the seeds.
+
+    Example:
+        >>> row = {"attention": "softmax", "position": "none", "losses": [[2.5, None]]}
+        >>> print(lengths_table({"lengths": [64, 128], "rows": [row]}))
+        | attention | position | 64 | 128 |
+        | --- | --- | --- | --- |
+        | softmax | none | 2.500 | – |
+    """
+    lines = [
+        [
+            row["attention"],
+            row["position"],
+            *map(_cell, zip(*row["losses"], strict=True)),
+        ]
+        for row in results["rows"]
+    ]
+    return markdown_table(
+        ["attention", "position", *map(str, results["lengths"])], lines
+    )
+
+
+def _cell(losses: Sequence[float | None]) -> str:
+    found = [loss for loss in losses if loss is not None]
+    if not found:
+        return MISSING
+    spread = f" ± {np.std(found, ddof=1):.3f}" if len(found) > 1 else ""
+    return f"{np.mean(found):.3f}{spread}"
+
+
+def plot_lengths(results: Mapping[str, Any], path: Path) -> None:
+    """Plots the mean loss of each attention and position against the length.
+
+    Args:
+        results: What `measure` returns.
+        path: The figure.
+    """
+    attentions = list(dict.fromkeys(row["attention"] for row in results["rows"]))
+    figure = Figure(figsize=(1 + 5 * len(attentions), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(attentions), sharey=True, squeeze=False)[0]
+    for panel, attention in zip(panels, attentions, strict=True):
+        chosen = [row for row in results["rows"] if row["attention"] == attention]
+        for row in chosen:
+            # Not a number, where there is no loss, is not drawn.
+            losses = np.array(row["losses"], float).mean(axis=0)
+            label = plain(row["position"])
+            panel.plot(results["lengths"], losses, ".-", label=label)
+        for trained in {length for row in chosen for length in row["trained"]}:
+            panel.axvline(trained, color="k", ls=":", label=f"training, {trained}")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(results["lengths"], map(str, results["lengths"]))
+        panel.set(title=plain(attention), xlabel="tokens in a window")
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("validation loss, nats per token (lower is better)")
+    save_figure(figure, path)
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes and prints the table."""
+    parser = command.Parser("python -m studies.lengths", __doc__)
+    add = parser.add_argument
+    many: dict[str, Any] = {"nargs": "+", "action": "extend", "required": True}
+    add("--workdir", **many, help="run directories; repeatable")
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=list(LENGTHS),
+        help=f"tokens in a window, by default {', '.join(map(str, LENGTHS))}",
+    )
+    add("--output", required=True, help="folder to write to")
+    given = parser.parse_args(argv)
+    output = usable_folder(given.output, "--output")
+    results = measure(given.workdir, given.lengths)
+    write_json(output / "lengths.json", results)
+    table = lengths_table(results)
+    replace_file(output / "lengths.md", table + "\n")
+    plot_lengths(results, output / "lengths.png")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

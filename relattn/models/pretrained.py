@@ -295,9 +295,8 @@ def load_pretrained(
 
     Args:
         folder: Has ``config.json`` and ``model.safetensors``, and their checksums in
-            ``manifest.json``; those of older versions have none, and are not verified.
-            Models of text may have a ``tokenizer.json``.
-            Or a model on the Hugging Face hub, ``"hf:owner/name"`` or
+            ``manifest.json``. Models of text may have a ``tokenizer.json``. Or a model
+            on the Hugging Face hub, ``"hf:owner/name"`` or
             ``"hf:owner/name@revision"``, see `relattn.models.hub.download`.
         image_size: Side, or height and width, of the images that the model will see, in
             pixels; None for the size of training. Tables of positions are interpolated

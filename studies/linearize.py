@@ -380,8 +380,8 @@ def linearize_table(results: Mapping[str, Any]) -> str:
         if result is None:
             return "–"
         value = result[metric]
-        text = f"{value:.2%}" if metric == "accuracy" else f"{value:.4g}"
-        return f"{text} ({result['seconds']:.0f} s)" if "seconds" in result else text
+        text = f"{value:.2%}" if metric == "accuracy" else f"{value:#.4g}"
+        return f"{text} ({result['seconds']:,.0f} s)" if "seconds" in result else text
 
     rows = results["attentions"]
     stages = [stage for stage in TITLES if any(stage in row for row in rows.values())]

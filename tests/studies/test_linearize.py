@@ -59,6 +59,10 @@ def test_table_has_a_column_for_each_stage_and_a_dash_where_there_is_none():
         "| `favor` | 20.00% (1 s) | – | 80.00% (62 s) |",
         "| `hedgehog` | 30.00% (1 s) | 90.00% (31 s) | 91.00% (61 s) |",
     ]
+    swapped = {"favor": {"swapped": {"perplexity": 208.0, "seconds": 1237.0}}}
+    results |= {"metric": "perplexity", "softmax": {"perplexity": 7.0}}
+    table = linearize_table(results | {"attentions": swapped})
+    assert "softmax: 7.000 |" in table and "| 208.0 (1,237 s) |" in table
 
 
 @pytest.mark.parametrize(

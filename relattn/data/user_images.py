@@ -117,7 +117,7 @@ def describe_preprocessing(config: ConfigDict, info: ImageInfo) -> str:
 EXIF orientation says; transparent pixels are composited on white. An image of another \
 size than 6x4 is cropped to its central part of this shape and resized to it, \
 bilinearly with antialiasing, as 8-bit values. It is then resized to 8x8, in the same \
-way. Values are pixels / 255.
+way but without rounding. Values are pixels / 255.
     """
     *frames, height, width, channels = stored_shape(config, info)
     *_, rows, columns, _ = input_shape(config, info)
@@ -153,7 +153,9 @@ way. Values are pixels / 255.
             f"part of this shape and resized to it, {bilinear}."
         )
     if (height, width) != (rows, columns):
-        parts.append(f"It is then resized to {size}, in the same way.")
+        parts.append(
+            f"It is then resized to {size}, in the same way but without rounding."
+        )
     values = "pixels / 255"
     if config.get("standardize", False):
         mean, std = (
@@ -167,8 +169,8 @@ way. Values are pixels / 255.
 def library_preprocessing(config: ConfigDict, info: ImageInfo) -> dict[str, Any]:
     """Returns how a model's inputs are made, in terms of `prepare_squares`.
 
-    It is the same for images of the stored size, and close for others: `prepare_images`
-    resizes some of them twice.
+    For images of the stored size it is the same but for rounding to 8-bit values, and
+    close for others: `prepare_images` resizes some of them twice.
 
     Args:
         config: Options of the training data.

@@ -27,7 +27,6 @@ from relattn.training.step import TrainState
 EMBEDDING = pretrained.EMBEDDING
 # What is taken where it fits; the rest has to.
 OPTIONAL = ("batch_stats.", "random_features.")
-POSITIONS = "params.position.learned.table"
 # Options of the data that are those of a converted model.
 _PREPROCESSING = ("standardize", "mean", "std", "interpolation", "crop_pct")
 
@@ -178,12 +177,18 @@ def initial_state(
                 f"config.init_from={config.init_from}, a model of images of {old_size} "
                 f"pixels, does not fit images of {new_size}: {error}"
             ) from error
+    elif isinstance(source.model, models.GPT) and "context_length" in new:
+        lengths = source.config["context_length"], new["context_length"]
+        if lengths[1] < lengths[0]:
+            grids = [(length,) for length in lengths]
+            variables = models.resize_grid(source.model, variables, *grids)
     tensors = variable_names.flatten(source.model, variables)
     if "image_shape" in new and source.model.inputs == "images":
         tensors = _with_channels(tensors, old_shape[-1], new_shape[-1])
     elif source.model.inputs == "tokens" and "vocab_size" in new:
         _check_tokenizer(config, source.config, task.info.tokenizer, skipped)
-        tensors = _cut_tables(tensors, source.config, task.info.tokenizer, new)
+        if task.info.tokenizer == pretrained.tokenizer_of(source.config):
+            tensors = variable_names.cut_vocabulary(tensors, new["vocab_size"])
     if "num_classes" in new and new["num_classes"] != source.config.get("num_classes"):
         skipped.append("head")
     state = jax.device_get(task.create_state())
@@ -296,21 +301,6 @@ def _check_tokenizer(
         f"data have tokens of {found!r}: prepare the text with the model's, such as "
         f"its tokenizer.json, or start new tables by config.init_skip={tables!r}"
     )
-
-
-def _cut_tables(
-    tensors: dict[str, np.ndarray],
-    source: Mapping[str, Any],
-    tokenizer: str,
-    new: Mapping[str, Any],
-) -> dict[str, np.ndarray]:
-    """Cuts positions to the texts, and rows that pad the vocabulary."""
-    if POSITIONS in tensors:
-        table = tensors[POSITIONS][: new["context_length"]]
-        tensors = {**tensors, POSITIONS: table}
-    if tokenizer == pretrained.tokenizer_of(source):
-        return variable_names.cut_vocabulary(tensors, new["vocab_size"])
-    return tensors
 
 
 def read_source_config(folder: str) -> dict[str, Any]:

@@ -437,6 +437,23 @@ def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
     assert read_config("translution_gpt", words[1:2]).data.context_length == 11
 
 
+def test_tables_of_offsets_are_cut_for_a_shorter_text(tmp_path):
+    config = {"model": {**GPT, "position": "relative_bias", "num_layers": 1}}
+    config |= {"vocab_size": 256, "context_length": 11}
+    source = save(tmp_path, config, np.zeros((1, 11), np.int32))
+    words = [f"--config.init_from={source}", "--config.data.context_length=5"]
+    config = read_config("translution_gpt:smoke", words)
+    new = make_task(config, data_lib.load_data(config.data).info)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, 5)), jnp.int32)
+    loaded = relattn.load_pretrained(source)
+    np.testing.assert_allclose(
+        quick_jit(new.model.apply)({"params": initial_state(new).params}, tokens),
+        quick_jit(loaded.model.apply)(loaded.variables, tokens),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
 def test_rows_that_pad_the_vocabulary_are_cut(tokenizer, tmp_path):
     config = {"model": GPT, "vocab_size": 263, "context_length": 11}

@@ -339,6 +339,12 @@ def _check_standardized(config: ConfigDict) -> None:
 def _read_embedded(config: ConfigDict) -> Images:
     """Reads a subset that ships with the package."""
     names = [name for name, entry in SETS.items() if entry.embedded]
+    if config.name in SETS.keys() - names:
+        raise ValueError(
+            f"data.name={config.name!r} does not ship with relattn: prepare it by "
+            f"relattn prepare --name={config.name}, and set data.source='tfds' and "
+            "data.data_dir"
+        )
     check_choice("data.name", config.name, names, ' of the source "embedded"')
     folder = EMBEDDED_FOLDER / config.name / EMBEDDED_VERSION
     train, test, class_names = read_prepared(folder)

@@ -49,6 +49,10 @@ def test_validation_images_depend_on_split_seed_only():
             r"mean 'fashion_mnist'\? Available: fashion_mnist, mnist$",
         ),
         (
+            {"name": "cifar10"},
+            "'cifar10' does not ship with relattn: prepare it by relattn prepare",
+        ),
+        (
             {"name": "cifra10", "source": "tfds"},
             r"^unknown data.name 'cifra10': did you mean 'cifar10'\?",
         ),

@@ -522,7 +522,12 @@ def test_forms_of_other_platforms_export_with_symbolic_sizes(name, platform):
 @every_mechanism
 def test_single_precision_stays_single_where_double_is_enabled(mechanism):
     inputs = mechanism.draw_inputs(HEADS)
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        # The arrays of a kernel may differ in rank, also where JAX forbids it.
+        jax.numpy_rank_promotion("raise"),
+    ):
         shapes = jax.eval_shape(_value_and_gradients(mechanism), inputs)
     assert {x.dtype for x in jax.tree.leaves(shapes)} == {np.dtype(np.float32)}
 

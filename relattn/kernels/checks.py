@@ -98,7 +98,9 @@ def check_arguments(function: Function) -> Function:
             )
         _check_sizes(arrays, chosen, layouts())
         _check_batch(arrays, chosen)
-        return function(*bound.args, **bound.kwargs)
+        # Arrays with fewer batch axes broadcast, by intent.
+        with jax.numpy_rank_promotion("allow"):
+            return function(*bound.args, **bound.kwargs)
 
     return typing.cast(Function, checked)
 

@@ -44,8 +44,10 @@ def shifted_exp(
 
 @shifted_exp.defjvp
 def _shifted_exp_jvp(largest, primals, tangents):
-    out = shifted_exp(*primals, largest)
-    return out, jnp.where(out > 0, out * tangents[0], 0.0)
+    # JAX traces the rule outside of the kernel, where a loop is differentiated.
+    with jax.numpy_rank_promotion("allow"):
+        out = shifted_exp(*primals, largest)
+        return out, jnp.where(out > 0, out * tangents[0], 0.0)
 
 
 @jax.custom_jvp

@@ -436,6 +436,7 @@ def _tpu_branches(q, k, v, feature_map, precision):
     return {"tpu": attend}
 
 
+@check_arguments
 def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
     """Finds keys that get no weight in `causal_linear_attention`, by underflow.
 

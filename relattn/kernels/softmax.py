@@ -329,7 +329,7 @@ def causal_mask(
         >>> causal_mask(1, 2, 3, window=2).astype(int).tolist()
         [[1, 1, 0], [0, 1, 1]]
     """
-    queries, keys = first + jnp.arange(n)[:, None], jnp.arange(m)
+    queries, keys = first + jnp.arange(n)[:, None], jnp.arange(m)[None]
     past = queries >= keys
     return past if window is None else past & (queries - keys < window)
 

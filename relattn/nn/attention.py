@@ -287,7 +287,7 @@ class MultiHeadAttention(nn.Module):
         else:
             memory = finite_tokens(memory, key_mask)
         if index is not None and x.shape[-2] > 1:
-            x = finite_masked(x, jnp.arange(x.shape[-2]) <= index)
+            x = finite_masked(x, (jnp.arange(x.shape[-2]) <= index)[None])
         # An axis for the heads, also of a mask without a batch.
         key_mask, segment_ids = (
             None if mask is None else jnp.atleast_2d(jnp.asarray(mask))[..., None, :]

@@ -159,7 +159,7 @@ class Linear(nn.Module):
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
         # One row per token: otherwise XLA transposes the gradient of y on CPUs.
         y = x.reshape(-1, fan_in) @ kernel
-        y = y if bias is None else y + bias
+        y = y if bias is None else y + bias[None]
         return y.reshape(*x.shape[:-1], self.features)
 
 

@@ -459,7 +459,9 @@ def _mask_of_lengths(lengths, name, scores, axis):
             f"{name} must hold an integer for each example, shape {batch}, got shape "
             f"{lengths.shape} and {lengths.dtype}"
         )
-    index = jnp.expand_dims(jnp.arange(scores[axis]), -1 if axis == -2 else -2)
+    shape = [1] * len(scores)
+    shape[axis] = scores[axis]
+    index = jnp.arange(scores[axis]).reshape(shape)
     return to_scores(index < lengths.reshape(*batch, 1, 1, 1), "mask", scores)
 
 
@@ -483,7 +485,7 @@ def _read_window(size, scores, is_causal):
         return None, is_causal
     if left >= n - 1 and right == 0:
         return None, True
-    offset = jnp.arange(n)[:, None] - jnp.arange(m)
+    offset = jnp.arange(n)[:, None] - jnp.arange(m)[None]
     window = (-right <= offset) & (offset <= left)
     return to_scores(window, "mask", scores), is_causal
 

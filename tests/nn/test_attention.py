@@ -337,7 +337,8 @@ def expect_decoding_equals_full_attention(module, variables, x, encoding):
         expected = module.apply(variables, x, grid=(N,), position=encoding)
         return decode(cache, x, 0), prefilled, expected
 
-    decoded, prefilled, expected = outputs(cache, x)
+    with jax.numpy_rank_promotion("raise"):
+        decoded, prefilled, expected = outputs(cache, x)
     np.testing.assert_allclose(decoded, expected, atol=2e-6)
     np.testing.assert_allclose(prefilled, expected, atol=2e-6)
     return cache["cache"]

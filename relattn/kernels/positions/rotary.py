@@ -160,7 +160,8 @@ def draw_mixed_frequencies(
     lengths = jnp.concatenate([lengths[:count] for count in counts])
     # u, and the directions at right angles to it.
     cross = _draw_cross(key, axes, leading)
-    return lengths[:, None] * cross[..., np.repeat(np.arange(axes), counts), :]
+    lengths = jnp.expand_dims(lengths, (*range(len(leading)), -1))
+    return lengths * cross[..., np.repeat(np.arange(axes), counts), :]
 
 
 def _draw_cross(key, axes, leading):
@@ -169,7 +170,7 @@ def _draw_cross(key, axes, leading):
         return jnp.ones((*leading, 1, 1), jnp.float32)
     if axes == 2:
         angles = jax.random.uniform(key, (*leading, 1), jnp.float32, maxval=2 * np.pi)
-        angles = angles + np.array([0.0, np.pi / 2], np.float32)
+        angles = jnp.concatenate([angles, angles + np.float32(np.pi / 2)], axis=-1)
         return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     draw = functools.partial(
         draw_orthogonal, num_features=axes, head_dim=axes, norms="fixed"

@@ -182,7 +182,8 @@ class FourierBias(Position):
         scales = sinusoids.length_scale_frequencies(self.num_frequencies)
 
         def init(key, shape):
-            return scales[:, None] * nn.initializers.normal(1.0)(
+            # [layers, frequencies, axes]
+            return scales[None, :, None] * nn.initializers.normal(1.0)(
                 key, shape, jnp.float32
             )
 

@@ -54,7 +54,7 @@ class Learned(Position):
         """Adds the encoding to the grid's tokens, without prefix tokens."""
         shape = (math.prod(grid), self.dim)
         table = self.table(nn.initializers.normal(1.0), shape, grid)
-        return tokens + table.astype(tokens.dtype)
+        return tokens + table.astype(tokens.dtype)[None]
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
         """Interpolates the vectors bicubically."""
@@ -92,7 +92,7 @@ class Sincos(Position):
         num_frequencies = _num_frequencies("sincos", self.dim, grid)
         frequencies = sinusoids.absolute_frequencies(num_frequencies, self.base)
         encoding = sinusoids.sinusoids(offsets.grid_positions(grid), frequencies)
-        return tokens + encoding.astype(tokens.dtype)
+        return tokens + encoding.astype(tokens.dtype)[None]
 
 
 class LearnableSincos(Position):
@@ -134,7 +134,7 @@ class LearnableSincos(Position):
             lambda _: sinusoids.absolute_frequencies(num_frequencies, self.base),
         )
         encoding = sinusoids.sinusoids(offsets.grid_positions(grid), frequencies)
-        return tokens + encoding.astype(tokens.dtype)
+        return tokens + encoding.astype(tokens.dtype)[None]
 
 
 def _num_frequencies(name: str, dim: int, grid: Grid) -> int:

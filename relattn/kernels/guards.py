@@ -93,23 +93,12 @@ def divide_sums(
         denominator = jnp.where(normalizer < noise, noise, normalizer)
     # No weights: the numerator is zero, and so is the result.
     denominator = jnp.where(jnp.abs(denominator) < MIN_DENOMINATOR, 1.0, denominator)
-    out = _divide(numerator, denominator)
+    # Scaled to about one: derivatives divide by powers of the denominator, which could
+    # overflow or underflow.
+    size = jnp.minimum(jnp.abs(denominator), 1 / MIN_DENOMINATOR)
+    scale = jax.lax.stop_gradient(1.0 / size)
+    out = numerator * scale / (denominator * scale)
     return out.astype(dtype), normalizer
-
-
-@jax.custom_jvp
-def _divide(numerator, denominator):
-    return numerator / denominator
-
-
-@_divide.defjvp
-def _divide_jvp(primals, tangents):
-    """Computes (dn - out dd) / d for out = n / d.
-
-    JAX's rule has d^2 in the denominator, which could underflow.
-    """
-    out = _divide(*primals)
-    return out, (tangents[0] - out * tangents[1]) / primals[1]
 
 
 def append_ones(

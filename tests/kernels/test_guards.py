@@ -189,6 +189,26 @@ def test_gradients_through_a_state_equal_those_of_one_call():
             np.testing.assert_allclose(two, one, atol=1e-4 * size)
 
 
+@pytest.mark.parametrize("name", ["hedgehog", "positive"])
+def test_second_derivatives_are_right_for_any_size_of_the_denominators(name):
+    """Their squares are beyond float32: they are about 1e26 and 1e-25 here."""
+    q, k, v, w = long_tokens(1 if name == "hedgehog" else 25, batch=2, n=3)
+    feature_map = compare.feature_map(name, w[:16])
+
+    def hessian_product(q, k, v):
+        def weighted(inputs):
+            out = kernels.causal_linear_attention(*inputs, feature_map)
+            return jnp.vdot(jnp.cos(jnp.arange(out.size)).reshape(out.shape), out)
+
+        return jax.vjp(jax.grad(weighted), (q, k, v))[1]((q, k, v))[0]
+
+    results = run(hessian_product, q, k, v)
+    with jax.enable_x64(True):
+        expected = run(hessian_product, *(np.float64(x) for x in (q, k, v)))
+    for ours, theirs in zip(results, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-3 * abs(theirs).max())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_scaling_the_backward_pass_changes_no_gradient(dtype):

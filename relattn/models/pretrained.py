@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
-from relattn import models
+from relattn import models, spec
 from relattn.command import lacks_resources, one_line
 from relattn.extras import require_train
 from relattn.files import check_folder, expand, replace_file
@@ -257,6 +257,17 @@ def class_names_of(config: Mapping[str, Any]) -> list[str]:
     return list(names)
 
 
+def attention_of(model: nn.Module) -> tuple[str, dict[str, Any]] | None:
+    """Returns the name and the options of a model's attention; None if it has none.
+
+    Example:
+        >>> attention_of(models.ViT(3, attention="favor(num_features=7)"))
+        ('favor', {'num_features': 7})
+    """
+    attention = getattr(model, "attention", None)
+    return spec.parse(attention) if isinstance(attention, str) else None
+
+
 def data_options(
     config: Mapping[str, Any], feature: str
 ) -> tuple[ModuleType, Any, Any]:
@@ -360,8 +371,8 @@ def load_pretrained(
     if channels is not None:
         tensors, config = _with_channels(module, tensors, config, channels)
     like, drawn = abstract(module, config), {}
-    saved = read_saved_config(folder / CONFIG)["model"].get("attention")
-    if changes.get("attention", saved) != saved:
+    saved = module if "attention" not in changes else read_config(folder)[1]
+    if attention_of(module) != attention_of(saved):
         tensors = {
             name: tensor
             for name, tensor in tensors.items()

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from relattn import models, spec
+from relattn import models
 from relattn.files import expand
 from relattn.manifest import FILE_PREFIX
 from relattn.messages import closest, list_problems, shorten
@@ -157,7 +157,7 @@ def initial_state(
     config, single = task.config, task.single
     source = read_source(config.init_from)
     carried = ["params", "batch_stats"]
-    if _attention(source.model) == _attention(single.model):
+    if pretrained.attention_of(source.model) == pretrained.attention_of(single.model):
         carried.append("random_features")
     variables = {key: source.variables.get(key, {}) for key in carried}
     new, skipped = single.sizes, list(_skipped(config))
@@ -206,12 +206,6 @@ def initial_state(
     if jax.tree.leaves(state.ema):
         changed["ema"] = changed["params"]
     return state.replace(**changed)
-
-
-def _attention(model: nn.Module) -> tuple[str, dict[str, Any]] | None:
-    """Returns the name and the options of a model's attention, if it has one."""
-    attention = getattr(model, "attention", None)
-    return spec.parse(attention) if isinstance(attention, str) else None
 
 
 def _replace(

@@ -400,6 +400,18 @@ def test_another_attention_keeps_parameters_and_draws_features(tmp_path):
         relattn.load_pretrained(tmp_path, model={"name": "vti"})
 
 
+def test_the_same_attention_keeps_its_features(tmp_path):
+    """Also where the file leaves it out, or has another spelling of it."""
+    sizes = {"dim": 6, "num_heads": 3, "num_layers": 1, "mlp_dim": 7}
+    config = {"model": {"name": "performer", "position": "none", **sizes}}
+    config |= {"num_classes": 5, "image_shape": [1, 2, 1]}
+    variables = pretrained.abstract(pretrained.build(config), config)
+    variables = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), variables)
+    pretrained.save_pretrained(tmp_path, config, variables)
+    loaded = relattn.load_pretrained(tmp_path, model={"attention": "favor()"})
+    chex.assert_trees_all_equal(loaded.variables, variables)
+
+
 def test_options_that_change_the_weights_name_a_fix(tmp_path):
     sizes = {"dim": 6, "num_heads": 3, "num_layers": 1, "mlp_dim": 7, "patch_size": 2}
     config = {"model": {"name": "vit", **sizes}}

@@ -180,6 +180,7 @@ class GPT(nn.Module):
             name="embedding",
         )
         # As wide as the size of the vocabulary.
+        tokens = jnp.asarray(tokens)
         tokens = tokens if tokens.dtype.itemsize > 4 else tokens.astype(jnp.int32)
         # A negative id would count from the end; one that is too large is NaN.
         unknown = jnp.asarray(self.vocab_size, tokens.dtype)

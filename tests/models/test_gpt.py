@@ -396,6 +396,13 @@ def test_ids_may_have_any_dtype_of_integers(dtype):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_ids_of_numpy_do_not_warn():
+    """NumPy makes int64, which JAX has only if it is enabled."""
+    model, variables, tokens = make()
+    ids = np.asarray(tokens, np.int64)
+    assert jax.eval_shape(lambda: model.apply(variables, ids)).dtype == np.float32
+
+
 def test_a_sequence_longer_than_the_context_raises():
     model, variables, tokens = make()
     message = "sequence of 14 tokens is longer than context_length=7"

@@ -390,7 +390,8 @@ def load_pretrained(
             raise
         raise ValueError(
             f"{error}; leave out of model= what changes the weights ({shorten(model)}),"
-            " or fine-tune with config.init_from to another attention or position"
+            " or train: swap the attention by relattn.training.linearize."
+            "swap_attention, or fine-tune with config.init_from"
         ) from error
     if image_size is not None:
         if module.inputs != "images":

@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import unfreeze
 
 from relattn.models.cnn import CNN
 from relattn.models.gpt import GPT
@@ -114,8 +115,18 @@ def resize_grid(
 def _cut(model: GPT, params: Any, old: int, new: int) -> Any:
     """Keeps the rows of tables that a shorter text needs."""
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    shorter = model.clone(context_length=new)
-    like = jax.eval_shape(shorter.init, jax.random.key(0), token)["params"]
+    full, like = (
+        jax.eval_shape(
+            model.clone(context_length=length).init, jax.random.key(0), token
+        )["params"]
+        for length in (old, new)
+    )
+    params = unfreeze(params)
+    if jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, full):
+        raise ValueError(
+            f"the variables are not those of this model with a context of {old} "
+            "tokens: pass the context length of training as old"
+        )
     # The first row kept of the positions 0 .. old - 1, or the offsets 0 .. old - 1 of
     # causal attention; and of the offsets -(old - 1) .. old - 1.
     starts = {(old, new): 0, (2 * old - 1, 2 * new - 1): old - new}

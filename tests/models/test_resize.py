@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import freeze
 
 from relattn import offsets
 from relattn.models import build_model, resize_grid
@@ -243,8 +244,19 @@ def test_a_shorter_text_is_computed_as_before(attention, position):
     like = jax.eval_shape(model.init, jax.random.key(1), tokens)
     variables = normal_like(like, scale=0.3)
     expected = run(model.apply, variables, tokens)
-    resized = resize_grid(model, variables, (11,), (7,))
+    resized = resize_grid(model, freeze(variables), (11,), (7,))
     np.testing.assert_allclose(run(shorter.apply, resized, tokens), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", ["learned", "relative_key"])
+def test_shortening_a_text_of_another_length_raises(position):
+    config = {"name": "gpt", "mlp_dim": 11, **SIZES, "position": position}
+    model = build_model(config, vocab_size=13, context_length=7)
+    tokens = np.zeros((1, 7), np.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    message = "not those of this model with a context of 9 tokens: pass the context"
+    with pytest.raises(ValueError, match=message):
+        resize_grid(model, variables, (9,), (5,))
 
 
 def test_a_model_of_points_has_no_grid():

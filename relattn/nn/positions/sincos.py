@@ -187,11 +187,11 @@ class ConstrainedSincosHeads(LayerPosition):
             content = jnp.einsum("bnc,chps->bhnps", x, self.kernel.astype(x.dtype))
             content = content.astype(jnp.float32)
             if self.bias is None:
-                coefficients = self.coefficients[:, None] + content
+                coefficients = self.coefficients[None, :, None] + content
                 q_blocks = [query_block(coefficients, per_token=True)]
             else:
                 q_blocks = [
-                    query_block(self.bias[:, None] + content, per_token=True),
+                    query_block(self.bias[None, :, None] + content, per_token=True),
                     query_block(self.coefficients),
                 ]
         return concatenate(q, *q_blocks), concatenate(k, *[self.u] * len(q_blocks))

@@ -47,6 +47,8 @@ CONTEXT_HELP = (
     "number of tokens in a window, by default that of training; the model's position "
     "tables are cut or resized"
 )
+# The modules of --import, for the processes that a program starts.
+imported: list[str] = []
 # Length limit of a message in characters: it may quote the input.
 _MAX_LENGTH = 500
 # Characters of the start, and of the end, of a longer error message.
@@ -348,7 +350,8 @@ class Parser(argparse.ArgumentParser):
         values = vars(given)
         del values["flagfile"]
         logging.set_verbosity(values.pop("verbosity"))
-        for name in values.pop("import"):
+        imported[:] = values.pop("import")
+        for name in imported:
             _import(name)
         return given
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from relattn import command
 from relattn.command import lacks_resources, one_line
 from relattn.data import DataInfo, read_info
 from relattn.files import open_new
@@ -113,11 +114,12 @@ class Training:
             gpu: The only visible GPU; None for all.
             one_core: Whether JAX computes on one core, which the system chooses.
         """
-        command = [
+        words = [
             sys.executable,
             "train.py",
             f"--config={self.config}",
             f"--workdir={self.workdir}",
+            *(f"--import={name}" for name in command.imported),
             *self.options,
         ]
         self.workdir.mkdir(parents=True, exist_ok=True)
@@ -130,7 +132,7 @@ class Training:
         with open_new(self.log, "w") as log:
             # A new process group: Ctrl-C must not reach it; `stop` ends it.
             self.process = subprocess.Popen(
-                command,
+                words,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,

@@ -705,6 +705,7 @@ def test_import_runs_a_module_of_the_current_folder(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(command, "imported", [])
     parser = command.Parser("python x.py", "Does nothing.")
     fix = "run the command in the module's folder, or add that to PYTHONPATH"
     with pytest.raises(ValueError, match=f"--import=no.such failed .Module.*: {fix}$"):
@@ -716,6 +717,7 @@ def test_import_runs_a_module_of_the_current_folder(tmp_path, monkeypatch):
     assert "imported_mean" not in ATTENTIONS
     parser.parse_args(["--import=registers_a_mean"])
     assert ATTENTIONS.pop("imported_mean").__name__ == "Mean"
+    assert command.imported == ["registers_a_mean"]
 
 
 @command.entry_point

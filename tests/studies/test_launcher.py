@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from relattn import command
 from relattn.training import WorkdirError
 from relattn.training.config_file import read_config
 from studies import launcher
@@ -247,6 +248,14 @@ def test_second_interrupt_kills_a_training_that_ignores_sigterm(tmp_path, monkey
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted_once)
     training = start_and_interrupt(tmp_path, monkeypatch, script)
     assert training.process.returncode == -signal.SIGKILL
+
+
+def test_trainings_import_what_the_study_imports(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "imported", ["mine"])
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **_: started.append(words))
+    Training("banded", CONFIG, tmp_path).start()
+    assert "--import=mine" in started[0]
 
 
 def test_each_process_has_its_own_process_group(tmp_path, monkeypatch):

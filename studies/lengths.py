@@ -3,7 +3,8 @@
 ``python -m studies.lengths --workdir RUN ... --output=DIR``, from the project's root,
 measures the loss of each run on its validation text, cut into windows of several
 lengths, and writes ``lengths.json``, ``lengths.md`` and ``lengths.png``. Runs of the
-same attention and position, which differ in their seed, are averaged.
+same attention and position, which differ in their seed, are averaged; of seeds that
+were trained together, the first counts.
 """
 
 from __future__ import annotations
@@ -96,11 +97,11 @@ def lengths_table(results: Mapping[str, Any]) -> str:
 
 
 def _cell(losses: Sequence[float | None]) -> str:
-    found = [loss for loss in losses if loss is not None]
-    if not found:
+    found = np.array(losses, float)
+    if np.isnan(found).any():
         return MISSING
-    spread = f" ± {np.std(found, ddof=1):.3f}" if len(found) > 1 else ""
-    return f"{np.mean(found):.3f}{spread}"
+    spread = f" ± {found.std(ddof=1):.3f}" if len(found) > 1 else ""
+    return f"{found.mean():.3f}{spread}"
 
 
 def plot_lengths(results: Mapping[str, Any], path: Path) -> None:
@@ -111,6 +112,8 @@ def plot_lengths(results: Mapping[str, Any], path: Path) -> None:
         path: The figure.
     """
     attentions = list(dict.fromkeys(row["attention"] for row in results["rows"]))
+    # A position has the same colour in all panels.
+    positions = list(dict.fromkeys(row["position"] for row in results["rows"]))
     figure = Figure(figsize=(1 + 5 * len(attentions), 4.5), layout="constrained")
     panels = figure.subplots(1, len(attentions), sharey=True, squeeze=False)[0]
     for panel, attention in zip(panels, attentions, strict=True):
@@ -118,8 +121,9 @@ def plot_lengths(results: Mapping[str, Any], path: Path) -> None:
         for row in chosen:
             # Not a number, where there is no loss, is not drawn.
             losses = np.array(row["losses"], float).mean(axis=0)
+            color = f"C{positions.index(row['position'])}"
             label = plain(row["position"])
-            panel.plot(results["lengths"], losses, ".-", label=label)
+            panel.plot(results["lengths"], losses, ".-", color=color, label=label)
         for trained in {length for row in chosen for length in row["trained"]}:
             panel.axvline(trained, color="k", ls=":", label=f"training, {trained}")
         panel.set_xscale("log", base=2)

@@ -13,6 +13,7 @@ from relattn.training.config_file import read_config
 from studies.demo import demo_table
 from studies.figure1 import published_accuracies, published_name
 from studies.finetune import finetune_table
+from studies.lengths import lengths_table
 from studies.linearize import linearize_table
 from studies.presets import PRESETS
 from studies.redraws import Point, redraw_table
@@ -519,6 +520,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "translution_fourier": fourier,
     "translution_text": lambda: study(
         "translution_text_cpu.json", {"loss": "validation loss, nats per byte"}
+    ),
+    "translution_text_lengths": lambda: lengths_table(
+        read_json(RESULTS / "translution_text_lengths.json")
     ),
     "translution_long_text": long_text,
     "translution_kernel_docs": lambda: study(

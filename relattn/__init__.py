@@ -5,8 +5,10 @@ These are the most used names. The others are in the packages `relattn.kernels`,
 `relattn.training` and `relattn.evaluation`.
 """
 
-import importlib as _importlib
-import typing as _typing
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from relattn import kernels as kernels
 from relattn import models as models
@@ -46,7 +48,7 @@ from relattn.nn import register_position as register_position
 from relattn.nn import split_attention_mask as split_attention_mask
 from relattn.offsets import Torus as Torus
 
-if _typing.TYPE_CHECKING:
+if TYPE_CHECKING:
     from relattn import data as data
     from relattn import evaluation as evaluation
     from relattn import training as training
@@ -67,13 +69,13 @@ _FUNCTIONS = {
 
 
 # Hidden from type checkers, which would accept any misspelt name.
-if not _typing.TYPE_CHECKING:
+if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> _typing.Any:
+    def __getattr__(name: str) -> Any:
         if name in _PACKAGES:
-            return _importlib.import_module(f"relattn.{name}")
+            return importlib.import_module(f"relattn.{name}")
         if name in _FUNCTIONS:
-            return getattr(_importlib.import_module(_FUNCTIONS[name]), name)
+            return getattr(importlib.import_module(_FUNCTIONS[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

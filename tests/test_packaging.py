@@ -78,7 +78,6 @@ loaded = set(TRAIN) & set(sys.modules)
 assert loaded <= {"absl", "optax", "orbax"}, loaded
 assert relattn.load_run is relattn.training.load_run and relattn.data.load_images
 assert {"load_run", "train_and_evaluate"} <= set(dir(relattn))
-assert not {"Any", "TYPE_CHECKING", "annotations", "importlib"} & set(dir(relattn))
 assert all(hasattr(relattn, name) for name in dir(relattn))
 try:
     relattn.train_and_evaluat

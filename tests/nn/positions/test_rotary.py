@@ -106,7 +106,9 @@ def test_rotation_by_row_and_column_on_a_line_raises(make):
 
 def test_rope2d_with_a_narrow_head_raises():
     module = rotary.Rope2d(dim=8, num_heads=2, num_layers=1)
-    with pytest.raises(ValueError, match="3 axes .* even .* of at least 6, got 4"):
+    with pytest.raises(
+        ValueError, match="even .* at least 2 for each axis, here 6, got 4"
+    ):
         module.apply({}, (2, 3, 5), 1)
 
 

@@ -170,6 +170,9 @@ def eval_shift(
         argv: Command-line arguments, by default the process's.
         find_published: Returns the published curve of a run, to compare with; None for
             no such curves.
+
+    Raises:
+        ValueError: If a run is given twice, or an option is invalid.
     """
     from relattn.evaluation.compare import shift_report
     from relattn.evaluation.page import Page

@@ -35,7 +35,7 @@ def expand(path: str | Path, key: str) -> Path:
         The path.
 
     Raises:
-        ValueError: If it is no path, there is no such user, the home directory is
+        ValueError: If it is not a path, there is no such user, the home directory is
             unknown, or the path has a character that no path can have.
 
     Example:

@@ -50,8 +50,8 @@ def to_plain(value: Any) -> Any:
     """Converts what `json.dumps` cannot write in configurations: its ``default``.
 
     Args:
-        value: A mapping that is no dict, such as a ``ConfigDict``; a number or an array
-            of NumPy; or a dtype, such as ``jnp.bfloat16``.
+        value: A mapping that is not a dict, such as a ``ConfigDict``; a number or an
+            array of NumPy; or a dtype, such as ``jnp.bfloat16``.
 
     Returns:
         A dict, a number, a list or a name.

@@ -35,6 +35,9 @@ def sha256(path: Path, title: str | None = None) -> str:
     Returns:
         The digest in hexadecimal digits.
 
+    Raises:
+        OSError: If the file cannot be read.
+
     Example:
         >>> sha256(Path("/dev/null"))[:7]
         'e3b0c44'

@@ -1,7 +1,7 @@
 """Grids of tokens: positions, offsets and distances, as static NumPy arrays.
 
 A grid is ``(length,)`` for text, ``(height, width)`` for images,
-``(frames, height, width)`` for videos, or has any other number of axes. Tokens are
+``(frames, height, width)`` for volumes, or has any other number of axes. Tokens are
 numbered in row-major order: the last axis varies fastest. On a `Torus` the last
 position of an axis is next to the first. ``num_prefix`` prefix tokens (CLS) come first
 and have no position.
@@ -123,7 +123,7 @@ def check_torus(torus: Torus) -> None:
         torus: Size of each axis, in tokens.
 
     Raises:
-        ValueError: If it is a plain grid, or no grid.
+        ValueError: If it is not a `Torus`, or not a valid grid.
 
     Example:
         >>> check_torus(Torus((3, 4)))
@@ -158,8 +158,8 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
         num_prefix: Number of prefix tokens.
 
     Raises:
-        ValueError: If the grid is no tuple of sizes, is empty or holds another number
-            of tokens, or ``num_prefix`` is negative.
+        ValueError: If the grid is not a tuple of sizes, is empty or holds another
+            number of tokens, or ``num_prefix`` is negative.
 
     Example:
         >>> check_grid(13, (3, 4), num_prefix=1)
@@ -381,7 +381,7 @@ def num_table_rows(
         `num_offsets`; clip + 2 if ``causal``.
 
     Raises:
-        ValueError: If the grid is no tuple of sizes, ``clip`` is negative, or
+        ValueError: If the grid is not a tuple of sizes, ``clip`` is negative, or
             ``causal`` with a torus, several axes or prefix tokens.
 
     Example:

@@ -24,10 +24,10 @@ from relattn.messages import check_choice, closest, shorten
 MAX_LENGTH = 500
 # The largest 64-bit integer.
 LARGEST = 2**63 - 1
-# What keeps a comma from separating.
+# Commas inside of these do not separate.
 _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 # The smallest and the largest normal float32; smaller numbers may become zero.
-SMALLEST, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 # Types that each name in an option's annotation, such as "int | None", accepts.
 _TYPES = {
     "bool": (bool,),
@@ -203,7 +203,8 @@ def read_option(where: str, value: Any, parameter: inspect.Parameter) -> Any:
         raise ValueError(
             f"{where} needs {parameter.name} of type {kind}, got {shorten(value)}"
         )
-    if type(value) is float and value and not SMALLEST <= abs(value) <= LARGEST_FLOAT:
+    size = abs(value) if type(value) is float else 0.0
+    if size and not SMALLEST_FLOAT <= size <= LARGEST_FLOAT:
         raise ValueError(
             f"{where} needs {parameter.name} in the range of float32, in which it is "
             f"used, got {shorten(value)}"
@@ -215,7 +216,7 @@ def split_commas(text: str) -> list[str]:
     """Splits a text at its commas outside of brackets and quotes.
 
     Args:
-        text: The parts; quotes around a whole part are left out.
+        text: Parts separated by commas; quotes around a whole part are left out.
 
     Returns:
         The parts, at least one.
@@ -279,7 +280,6 @@ def read_arguments(
     chosen, values = {}, {}
     for argument in filter(None, split_commas(arguments)):
         key, equals, value = argument.partition("=")
-        # An option.
         if equals:
             if key not in options:
                 hint = closest(key, options)
@@ -292,7 +292,6 @@ def read_arguments(
                     f"{where} needs {key}={options[key].__name__}, got {shorten(value)}"
                 )
             continue
-        # A word, which belongs to a setting.
         what = _find_setting(argument, choices, patterns)
         if what is None:
             words = [word for words in choices.values() for word in words]
@@ -335,7 +334,7 @@ def check_new_name(name: Any, used: Collection[str]) -> None:
         ValueError: 'my-rope' cannot be registered: choose a Python identifier that \
 relattn does not use
     """
-    # A keyword is no name in a spec.
+    # A spec cannot have a Python keyword as its name.
     is_name = isinstance(name, str) and name.isidentifier() and not iskeyword(name)
     if not is_name or name in used:
         raise ValueError(
@@ -361,7 +360,7 @@ def is_finite(value: float | int) -> bool:
 
 
 def _parse_expression(text: str) -> ast.expr | None:
-    """Parses an expression; returns None if it is no string, invalid or too long."""
+    """Parses an expression; returns None if it is not a string, invalid or too long."""
     if not isinstance(text, str) or len(text) > MAX_LENGTH:
         return None
     try:

@@ -172,7 +172,7 @@ def test_a_model_is_trained_loaded_and_saved(package, parallel):
     inputs = saved.preprocess(images)
     logits = jnp.asarray(saved.model.apply(saved.variables, inputs))
     np.testing.assert_allclose(jax.nn.softmax(logits), probabilities, atol=2e-3)
-    with pytest.raises(ValueError, match="of Tokens, which is no model .* cannot be"):
+    with pytest.raises(ValueError, match="of Tokens, which is not a model .* cannot"):
         load_run("run", image_size=16)
 
 

@@ -290,9 +290,13 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
     """Raises ValueError unless arrays are images with labels, see `ImageSplit`.
 
     Args:
-        images: The images.
-        labels: Their labels.
+        images: uint8 ``[n, height, width, channels]``, or volumes ``[n, frames, height,
+            width, channels]``.
+        labels: Integers ``[n]``.
         name: The name of the images, for the message.
+
+    Raises:
+        ValueError: If a shape or dtype does not fit.
     """
     for what, array in ((name, images), (f"the labels of {name}", labels)):
         if not isinstance(array, np.ndarray):
@@ -344,9 +348,12 @@ def check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
     """Raises ValueError unless there are several classes and labels are among them.
 
     Args:
-        labels: The labels.
+        labels: Integers ``[n]``.
         num_classes: Number of classes.
         name: The name of the split, for the message.
+
+    Raises:
+        ValueError: If there are fewer than two classes, or a label is out of range.
     """
     if num_classes < 2:
         raise ValueError(
@@ -366,11 +373,17 @@ def check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
 def check_class_names(
     names: Iterable[str], where: str = "class_names"
 ) -> tuple[str, ...]:
-    """Returns the names of classes; raises ValueError unless they differ.
+    """Returns the names of classes, once checked.
 
     Args:
         names: The names, in label order.
         where: What holds the names, for the message.
+
+    Returns:
+        The names.
+
+    Raises:
+        ValueError: If they are not a list of texts, one is empty, or two are equal.
 
     Example:
         >>> check_class_names(["cat", "dog"])
@@ -528,6 +541,9 @@ def channel_statistics(
     Returns:
         The mean and the standard deviation, both of shape ``[channels]``, from a
         histogram of the 256 values.
+
+    Raises:
+        ValueError: If there are no images.
 
     Example:
         >>> images = np.array([0, 255], np.uint8).reshape(1, 2, 1, 1)

@@ -513,7 +513,7 @@ def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None
 
     Raises:
         ValueError: If relattn uses the name, it is not a Python identifier, or the
-            loader is no function.
+            loader is not a function.
 
     Example:
         >>> from ml_collections import ConfigDict

@@ -367,6 +367,9 @@ def find_tokenizer(name: str, options: ConfigDict, bpe_dir: str) -> Tokenizer:
 
     Returns:
         The tokenizer, see `load_tokenizer`.
+
+    Raises:
+        ValueError: If the file that the options name is that of another tokenizer now.
     """
     folder = bpe_dir or options.get("bpe_dir", "")
     if folder or not name.startswith(FILE_PREFIX):
@@ -389,6 +392,9 @@ def check_bpe_dir(name: str, bpe_dir: str) -> None:
     Args:
         name: Name of the tokenizer.
         bpe_dir: The folder; "" for none.
+
+    Raises:
+        ValueError: If ``bpe_dir`` is not empty and the tokenizer has no files.
     """
     if bpe_dir and name != "gpt2" and not name.startswith(FILE_PREFIX):
         raise ValueError(

@@ -39,7 +39,7 @@ def save_figure(figure: Figure, path: Path) -> None:
         path: The file; its suffix is the format.
 
     Raises:
-        ValueError: If the suffix is no format of figures.
+        ValueError: If the suffix is not a format of figures.
         OSError: If it cannot be written; an old file is intact.
 
     Example:

@@ -4,10 +4,9 @@
 likely class, the label and the probability. ``relattn predict RUN a.npz`` prints a row
 for each image or volume of the array ``images`` of the file, named ``a.npz[0]`` and so
 on, or, for a run on points, for each set of its ``positions``, ``features`` and
-``mask``. ``python -m
-relattn.evaluation.predict`` is the same program; the run and the files may also be
-named, by ``--workdir=RUN --input a.jpg photos``. RUN may also be a saved or converted
-model; without names, its classes are called by their numbers.
+``mask``. ``python -m relattn.evaluation.predict`` is the same program; ``--workdir=RUN
+--input a.jpg photos`` names the run and the files as options. RUN may also be a saved
+or converted model; if it has no class names, its classes are named by their numbers.
 """
 
 from __future__ import annotations
@@ -215,7 +214,7 @@ def _predict_saved(
 def _predict(
     run: Run, files: Sequence[Path], batch_size: int | None, draws: int | None
 ) -> tuple[Predictions, Sequence[str]]:
-    """Returns the predictions for the examples of files, and what to call each."""
+    """Returns the predictions for the examples in files, and their names."""
     predict = functools.partial(run.predict, batch_size=batch_size, draws=draws)
     if run.data.kind != "points":
         images, names = _read_images(files, require_kind(run, "images").image_shape)
@@ -229,7 +228,7 @@ def _predict(
 def _read_images(
     files: Sequence[Path], image_shape: Sequence[int]
 ) -> tuple[list[UserImage], list[str]]:
-    """Returns image files and the images of files of arrays, and what to call each."""
+    """Returns image files and the images in files of arrays, and their names."""
     check_files([file for file in files if not is_array_file(file)])
     images: list[UserImage] = []
     names = []
@@ -244,7 +243,7 @@ def _read_images(
 
 
 def _set_names(files: Sequence[Path], sets: Sequence[Any]) -> list[str]:
-    """Returns what to call each set of points of the files."""
+    """Returns the name of each set of points in files."""
     return [
         f"{file}[{index}]"
         for file, points in zip(files, sets, strict=True)

@@ -188,7 +188,7 @@ def _sample(run: Run) -> str:
     try:
         return str(run.generate("\n"))
     except (ImportError, OSError, ValueError) as error:
-        # Without its tokenizer, or one for which a line break is no token.
+        # The tokenizer is missing, or a line break is not one of its tokens.
         return f"None: {error}."
 
 

@@ -36,7 +36,7 @@ def segment_mask(segment_ids: Int[Array, "*batch n"]) -> Bool[Array, "*batch n n
         shape ``[*batch, n, n]``.
 
     Raises:
-        ValueError: If the ids are no whole numbers.
+        ValueError: If the ids are not whole numbers.
 
     Example:
         >>> segment_mask(jnp.array([4, 4, 1, 4])).astype(int).tolist()

@@ -44,7 +44,7 @@ def resize_grid(
         The variables for ``new``; those that do not depend on the grid are unchanged.
 
     Raises:
-        ValueError: If a grid is no tuple of positive whole numbers or does not have the
+        ValueError: If a grid is not a tuple of positive whole numbers or lacks the
             axes of the model's inputs, parameters of the model cannot be resized, or
             the shapes of ``variables`` are not those of ``old``.
 
@@ -72,8 +72,8 @@ def resize_grid(
         if old == new:
             return dict(variables)
         raise ValueError(
-            f"the parameters of {type(model).__name__}, which is no model of relattn, "
-            "cannot be resized: train on the size of the evaluation"
+            f"the parameters of {type(model).__name__}, which is not a model of "
+            "relattn, cannot be resized: train on the size of the evaluation"
         )
     is_text = model.inputs == "tokens"
     if len(old) != len(new) or is_text != (len(old) == 1):
@@ -101,7 +101,7 @@ def resize_grid(
             f"tokens, which cannot be resized to {shown[1]}: train on the grid of the "
             "evaluation"
         )
-    # Offsets on a torus are other ones.
+    # A torus has other offsets than a plain grid.
     if getattr(model, "periodic", False):
         old, new = Torus(old), Torus(new)
     params = dict(variables["params"])

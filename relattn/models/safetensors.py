@@ -37,6 +37,7 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
         ValueError: If the file is truncated, damaged or not a safetensors file, or
             holds a dtype that NumPy does not have.
         FileNotFoundError: If there is no such file.
+        OSError: If the file cannot be read.
 
     Example:
         >>> import tempfile

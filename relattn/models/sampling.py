@@ -43,7 +43,7 @@ def sample_token(
         Token ids, shape ``[batch]``.
 
     Raises:
-        ValueError: If an option is not an integer or out of range.
+        ValueError: If ``top_k`` is not an integer, or an option is out of range.
 
     Example:
         >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
@@ -64,7 +64,7 @@ def sample_token(
 
 def _draw(key, logits, temperature, top_k, top_p):
     """Does `sample_token` for a temperature > 0; a top_p of None keeps all tokens."""
-    # In bfloat16, most noise of the draw would be equal, and the first tokens win.
+    # In bfloat16 much of the noise would be equal, and the first tokens would win.
     logits = widen(logits)
     # Tokens below the k-th logit have probability 0.
     if top_k:
@@ -73,7 +73,7 @@ def _draw(key, logits, temperature, top_k, top_p):
     # The largest stays finite, 0, also where a tiny temperature is 0 as a float32.
     logits = logits - logits.max(-1, keepdims=True)
     logits = logits / jnp.maximum(temperature, jnp.finfo(logits.dtype).tiny)
-    # So do tokens outside the nucleus.
+    # Tokens outside the nucleus have probability 0.
     if top_p is not None:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)
@@ -139,8 +139,9 @@ def generate(
 
     Raises:
         ValueError: If a prompt is empty, is not a list of integers or has an id that is
-            not in the vocabulary, the keys are not one for each prompt, or an option is
-            not an integer or out of range.
+            not in the vocabulary, the keys are not one for each prompt, an option is
+            out of range, or ``num_tokens``, ``top_k`` or ``stop_token`` is not an
+            integer.
 
     Example:
         >>> from relattn.models import GPT
@@ -240,7 +241,7 @@ def _check_options(temperature, top_k, top_p, vocab_size):
 
 
 def _check_integer(name, value):
-    """Raises ValueError if a number is not an integer; None is no number."""
+    """Raises ValueError unless a value is an integer or None."""
     if value is not None and np.asarray(value).dtype.kind not in "iu":
         raise ValueError(f"{name} must be an integer, got {shorten(value)}")
 

@@ -353,7 +353,7 @@ def hf_settings(settings: Settings, keys: Keys) -> dict[str, Any]:
     joined = {key: value for key, value in settings.items() if key not in parts}
     # For transformers, the second replaces the first, its defaults too.
     given = [settings[name] for name in parts[:2] if settings.get(name) is not None]
-    # Labels in it are those of no classifier.
+    # Its labels are defaults: these models have no classifier.
     ours = {
         key: value
         for key, value in (given[-1] if given else {}).items()

@@ -100,7 +100,7 @@ HF_VIT = Keys(
         ),
     },
     flags=_names("qkv_bias"),
-    # The pooler is no part of ViTForImageClassification; encoder_stride is the masked
+    # ViTForImageClassification has no pooler; encoder_stride is the masked
     # image model's, and the decoder MAE's.
     harmless=_HF_VIT_HARMLESS
     | _names(

@@ -182,8 +182,8 @@ def hf_llama(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     head_dim = width // heads
     if kv_width % head_dim or heads % max(kv_width // head_dim, 1):
         raise ValueError(
-            f"{key} has {kv_width} rows, which are no heads of {head_dim} that divide "
-            f"{heads} heads: correct num_attention_heads in config.json"
+            f"{key} has {kv_width} rows, which do not fit {heads} heads of "
+            f"{head_dim}: correct num_attention_heads in config.json"
         )
     biases = {name: f"layers.0.{name}.bias" in tensors for name in _LLAMA_BIASES}
     for tensor, name, value in (

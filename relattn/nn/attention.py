@@ -275,7 +275,7 @@ class MultiHeadAttention(nn.Module):
             Shape ``[batch, n, dim]``.
 
         Raises:
-            ValueError: If the grid is no tuple of sizes or does not hold the tokens,
+            ValueError: If the grid is not a tuple of sizes or does not hold the tokens,
                 causal attention has prefix tokens, decoding is not causal or has a mask
                 or an ``index`` out of range, or the attention cannot support
                 ``memory``, ``segment_ids`` or a torus.

@@ -42,11 +42,8 @@ LENGTH_KEYS = ("num_epochs", "num_steps")
 
 # Devices count and compute in 32 bits.
 LARGEST_INT = 2**31 - 1
-LARGEST_FLOAT = float(np.finfo(np.float32).max)
 # JAX's keys have 32 bits of a seed.
 LARGEST_SEED = 2**32 - 1
-# Smaller numbers may become zero.
-SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 
 _AT_LEAST = {
     "num_seeds": 1,
@@ -86,7 +83,7 @@ _SHARES = (
 # Keys that are factors: 1 has a meaning of its own.
 _FACTORS = (*_SHARES, "optimizer.layer_decay", "schedule.decay_rate")
 
-# Keys that have an effect with some values of another key only.
+# Keys that have an effect only with some values of another key.
 _NEEDS = {
     "optimizer.b1": ("optimizer.name", ("adam", "adamw")),
     "optimizer.b2": ("optimizer.name", ("adam", "adamw")),
@@ -263,7 +260,7 @@ def check_config(config: ConfigDict) -> None:
             f"{shorten(given['optimizer.layer_decay'])}"
         )
     for key, least in _AT_LEAST.items():
-        most = LARGEST_FLOAT if type(least) is float else LARGEST_INT
+        most = spec.LARGEST_FLOAT if type(least) is float else LARGEST_INT
         if key == "seed":
             most = LARGEST_SEED - given["num_seeds"] + 1
         shown = shorten(given[key])
@@ -307,7 +304,7 @@ def check_config(config: ConfigDict) -> None:
 
 def _check_float32(key: str, value: float) -> None:
     """Refuses a number that becomes zero, or a factor that becomes 1, in float32."""
-    becomes = np.float32(value) if abs(value) >= SMALLEST_FLOAT else np.float32(0)
+    becomes = np.float32(value) if abs(value) >= spec.SMALLEST_FLOAT else np.float32(0)
     if (becomes == 0 != value) or (key in _FACTORS and becomes == 1 != value):
         raise ValueError(
             f"config.{key}={value!r} is {becomes:g} in float32, the type that it is "

@@ -258,6 +258,9 @@ def explain_init_errors(config: ConfigDict, sizes: Mapping[str, Any]) -> Iterato
 
     Yields:
         Nothing.
+
+    Raises:
+        ValueError: If the body of the context raises one.
     """
     try:
         yield

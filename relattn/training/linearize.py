@@ -404,8 +404,8 @@ def init_lora(
         of stacked layers, are those of the matrix.
 
     Raises:
-        ValueError: If the pattern finds no matrix or is no regular expression, or
-            ``rank`` is less than one.
+        ValueError: If the pattern finds no matrix or is not a regular expression,
+            or ``rank`` is less than one.
 
     Example:
         >>> params = {"attention": {"q": {"kernel": jnp.ones((3, 5))}}}

@@ -45,7 +45,7 @@ def cross_entropy(
             ``[*batch]``.
 
     Returns:
-        One loss for each label; NaN for a label that is no class.
+        One loss for each label; NaN for a label that is not a class.
 
     Raises:
         ValueError: If there is not one integer for each row of logits.

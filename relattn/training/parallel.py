@@ -30,7 +30,7 @@ def list_devices(devices: Iterable[Device] | None) -> list[Device]:
     """Returns the given devices, or all if None.
 
     Raises:
-        ValueError: If there is none, one comes twice, or one is no device.
+        ValueError: If there is none, one comes twice, or one is not a device.
     """
     if devices is None:
         return list(jax.devices())

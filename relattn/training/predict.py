@@ -279,7 +279,7 @@ def generate(
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " n"]:
-    """Returns the ids of a text; raises ValueError if it is no text."""
+    """Returns the ids of a text; raises ValueError if it is not a text."""
     if not isinstance(text, str):
         raise ValueError(f"expected a text, a str, got {shorten(text)}")
     if not is_unicode(text):

@@ -33,7 +33,7 @@ class Profiler:
         """Checks that the updates that are left suffice.
 
         Raises:
-            ValueError: If the number of updates to trace is no whole number, or is
+            ValueError: If the number of updates to trace is not a whole number, or is
                 negative or too large.
         """
         if not is_whole(self.num_steps) or self.num_steps < 0:

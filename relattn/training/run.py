@@ -467,7 +467,7 @@ def evaluate(
 
     Raises:
         ValueError: If the split is empty or of another kind than the training data, has
-            labels that are no classes of the run, or ``draws`` is more than one for a
+            labels that are not classes of the run, or ``draws`` is more than one for a
             model without random features.
         CheckpointError: If the labels of ``info`` are not those that the run predicts.
     """

@@ -81,7 +81,7 @@ def score(metrics: dict[str, float], kind: str) -> float:
 
     Args:
         metrics: Validation metrics.
-        kind: Kind of the data, ``"images"`` or ``"tokens"``.
+        kind: Kind of the data: ``"images"``, ``"tokens"`` or ``"points"``.
 
     Returns:
         The accuracy, or for text the negative loss. NaN counts as a value below any

@@ -277,7 +277,7 @@ LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         ({"rope_theta": 10.0}, "rope_theta=10.0 does not fit: rope_parameters has rop"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not fit: .* has 2"),
-        ({"num_attention_heads": 8}, "has 8 rows, which are no heads of 3 that divide"),
+        ({"num_attention_heads": 8}, "has 8 rows, which do not fit 8 heads of 3"),
         ({"head_dim": 2}, "head_dim=2 does not fit"),
         (
             {"attention_bias": True},

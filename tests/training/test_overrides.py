@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.data import ImageInfo, input_shape
-from relattn.spec import LARGEST_FLOAT, SMALLEST
+from relattn.spec import LARGEST_FLOAT, SMALLEST_FLOAT
 from relattn.training.config import check_config
 from relattn.training.config_file import read_config
 from relattn.training.overrides import override
@@ -223,8 +223,8 @@ def test_options_of_models_are_checked_in_the_type_they_are_used_in():
     for value in ("1e999", "1e-60"):
         with pytest.raises(ValueError, match="needs eps (of type|in the range of)"):
             build(attention=f"favor(eps={value})")
-    assert np.isfinite(np.float32(LARGEST_FLOAT)) and np.float32(SMALLEST) > 0
-    assert (np.finfo("f4").max, np.finfo("f4").tiny) == (LARGEST_FLOAT, SMALLEST)
+    assert np.isfinite(np.float32(LARGEST_FLOAT)) and np.float32(SMALLEST_FLOAT) > 0
+    assert (np.finfo("f4").max, np.finfo("f4").tiny) == (LARGEST_FLOAT, SMALLEST_FLOAT)
 
 
 def test_init_skip_needs_a_source():

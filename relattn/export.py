@@ -96,7 +96,7 @@ def export(
 
     Returns:
         The largest difference between the logits of the exported and the trained model,
-        of the largest logit; 0 where the parameters are compared, bit for bit.
+        divided by the largest logit; 0 where the parameters are compared, bit for bit.
 
     Raises:
         ValueError: If the format is unknown, ``output`` is ``workdir``, the other
@@ -250,7 +250,10 @@ def _compare(
         lengths: Sizes of the first axis of an example.
 
     Returns:
-        The largest difference of two logits, of the largest logit.
+        The largest difference of two logits, divided by the largest logit.
+
+    Raises:
+        ValueError: If the logits differ too much or are not finite.
     """
     difference, predict = 0.0, source.predict
     rng = np.random.default_rng(0)

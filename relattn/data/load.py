@@ -71,7 +71,7 @@ IMAGE_OPTIONS = {
     "num_workers": 0,
 }
 
-# Those without a default, or whose default depends on the images.
+# Options of images without a default, or whose default depends on the images.
 OTHER_IMAGE_OPTIONS = ("image_size", "mean", "std", "interpolation", "crop_pct")
 _ALL_IMAGE_OPTIONS = ("name", *IMAGE_OPTIONS, *OTHER_IMAGE_OPTIONS)
 _POINT_OPTIONS = ("source", "name", "data_dir", "num_validation", "split_seed")
@@ -228,7 +228,7 @@ def load_images(config: ConfigDict) -> ImageData:
 
     Raises:
         ValueError: If the name, source or augmentation is unknown, an option has no
-            effect, the set is damaged, or `num_validation` leaves no training image.
+            effect, the set is damaged, or ``num_validation`` leaves no training image.
         DatasetNotPreparedError: If the set is not prepared; the message says how to
             prepare it.
         FileNotFoundError: If the image folder is missing.
@@ -279,7 +279,7 @@ def _make_images(config: ConfigDict, images: Images) -> ImageData:
 def _with_name(config: ConfigDict) -> ConfigDict:
     """Names a user's own data by their folder or file, unless they have a name.
 
-    The name of a set of the package is that of a recipe, and not theirs.
+    If the name is that of a set of relattn, it comes from a recipe and is replaced.
     """
     data_dir = config.get("data_dir", "")
     own = data_dir and config.get("source", "embedded") in NEEDED
@@ -393,7 +393,7 @@ def _path(config: ConfigDict) -> Path:
 def _reading(config: ConfigDict) -> dict[str, Any]:
     """Returns the options of decoding image files.
 
-    Those of what follows are checked too: decoding may take an hour.
+    Options of later steps are checked too, because decoding may take an hour.
     """
     background = config.get("background", "white")
     check_background(background)

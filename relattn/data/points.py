@@ -101,7 +101,7 @@ class PointSplit:
                 f"labels have shape {labels.shape} and dtype {labels.dtype}, expected "
                 f"{len(points)} integers: {labels_hint(labels, len(points))}"
             )
-        # Beyond int32 they would become others; so they are refused as too large.
+        # Labels beyond int32 would wrap around: clipped, they are refused as too large.
         labels = np.clip(labels.astype(np.int64), -1, 2**31 - 1).astype(np.int32)
         return cls(points, labels, np.shape(positions)[-1])
 
@@ -152,7 +152,8 @@ class PointData:
 
     Raises:
         ValueError: If a label is out of range, the splits differ in their numbers of
-            points, axes or channels, or a name in ``more_tests`` is another.
+            points, axes or channels, or a name in ``more_tests`` does not start with
+            ``"test_"``.
     """
 
     name: str
@@ -208,9 +209,9 @@ class PointData:
             The data.
 
         Raises:
-            ValueError: If a split has no sets or is no `PointSplit`, ``num_validation``
-                leaves no training set, a class has no name of its own, or the splits do
-                not fit together.
+            ValueError: If a split has no sets or is not a `PointSplit`,
+                ``num_validation`` leaves no training set, a class has no name of
+                its own, or the splits do not fit together.
 
         Example:
             >>> train = PointSplit.from_arrays(np.zeros((5, 7, 2)), np.arange(5) % 2)

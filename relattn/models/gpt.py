@@ -60,8 +60,8 @@ class GPT(nn.Module):
         mlp_bias: Whether the feed-forward networks have biases.
         head_norm: Whether a second norm follows the final norm.
         tie_head: Whether the head's matrix is the transposed embedding.
-        norm_type: ``"layer_norm"``, or ``"rms_norm"``, which subtracts no mean and has
-            no bias.
+        norm_type: Type of all norms: ``"layer_norm"``, or ``"rms_norm"``, which
+            subtracts no mean and has no bias.
         norm_eps: Constant that the norms add to the variance.
         activation: Activation of the feed-forward networks: ``"gelu"``;
             ``"gelu_tanh"``, its approximation by tanh; ``"quick_gelu"``, x
@@ -179,7 +179,7 @@ class GPT(nn.Module):
             dtype=self.dtype,
             name="embedding",
         )
-        # As wide as the size of the vocabulary.
+        # Narrow integers, such as uint8, may not hold `unknown`.
         tokens = jnp.asarray(tokens)
         tokens = tokens if tokens.dtype.itemsize > 4 else tokens.astype(jnp.int32)
         # A negative id would count from the end; one that is too large is NaN.

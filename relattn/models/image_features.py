@@ -24,7 +24,8 @@ class ImageFeatures(NamedTuple):
     """Features of a batch of images, float32.
 
     Attributes:
-        pooled: What the model's head reads, or would read, ``[batch, dim]``.
+        pooled: What the model's head reads, or would read, ``[batch, dim]``, or
+            ``[batch, 2 dim]`` with ``pool="cls_mean"``.
         cls: The CLS token after the last layer, ``[batch, dim]``; None for a model
             without one.
         mean: The mean of the patch tokens after the last layer, ``[batch, dim]``.
@@ -52,7 +53,7 @@ def features(
     ``mean``, and with ``norm`` to ``tokens`` of every layer.
 
     Args:
-        model: A `ViT`, `Performer` or another model of this kind.
+        model: A `ViT`, or a `Performer` or another of its settings.
         variables: Its variables.
         inputs: Preprocessed images.
         layers: The layers whose tokens are returned, from 0; negative numbers count
@@ -63,7 +64,7 @@ def features(
         The features.
 
     Raises:
-        ValueError: If the model is another, or has no such layer.
+        ValueError: If the model is not a `ViT`, or has no such layer.
 
     Example:
         >>> model = ViT(10, dim=8, num_heads=2, num_layers=3, num_registers=2)

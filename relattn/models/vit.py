@@ -58,7 +58,7 @@ class ViT(nn.Module):
 
     Attributes:
         num_classes: Number of classes; 0 for a model without a head, whose outputs are
-            what a head would read, ``[batch, dim]``.
+            what a head would read.
         dim: Width of the tokens.
         num_layers: Number of blocks.
         num_heads: Number of heads.
@@ -97,8 +97,8 @@ class ViT(nn.Module):
         pre_norm: Whether a norm precedes the first block.
         final_norm: Whether a norm precedes the head.
         fc_norm: Whether this norm follows the pooling; otherwise it precedes it.
-        norm_type: ``"layer_norm"``, or ``"rms_norm"``, which subtracts no mean and has
-            no bias; of all norms.
+        norm_type: Type of all norms: ``"layer_norm"``, or ``"rms_norm"``, which
+            subtracts no mean and has no bias.
         norm_eps: Constant that the norms add to the variance.
         activation: Activation of the feed-forward networks: ``"gelu"``;
             ``"gelu_tanh"``, its approximation by tanh; ``"quick_gelu"``, x
@@ -277,7 +277,7 @@ class ViT(nn.Module):
             drop_path=self.drop_path,
             deterministic=deterministic,
         )
-        # norm(CLS), or the mean of the normalised patch tokens.
+        # CLS is taken first, because the norm acts on each token alone.
         if self.pool == "cls":
             x = x[:, 0]
         if self.final_norm and not self.fc_norm:
@@ -389,7 +389,7 @@ class ViT(nn.Module):
         if key_mask is None:
             mean = patches.mean(axis=1)
         else:
-            # Zeros for an image without patches, as those that fill a batch.
+            # An image without patches, such as padding of a batch, has the mean zero.
             count = jnp.maximum(key_mask.sum(axis=1, keepdims=True), 1)
             mean = jnp.sum(patches, axis=1, where=key_mask[..., None]) / count
         if self.pool == "cls_mean":

@@ -19,11 +19,11 @@ def attention_weights(
 ) -> list[Float[Array, "batch heads n n"]]:
     """Computes the attention weights of every layer.
 
-    Outputs are linear in the values, out_i = sum_j a_ij v_j. So identity vectors,
-    appended to the values, give the weights a_ij of any attention exactly, also those
-    that never form the matrix. Weights of trigonometric features may be negative;
-    those of a routed head are zero where a query and a key share no cluster; those of
-    Linformer include its projection of the values. Weights of Translution, and of any
+    Outputs are linear in the values, out_i = sum_j a_ij v_j. Identity vectors appended
+    to the values therefore give the weights a_ij of any attention exactly, even if it
+    never forms the matrix. Weights of trigonometric features may be negative; those of
+    a routed head are zero where a query and a key share no cluster; those of Linformer
+    include its projection of the values. Weights of Translution, and of any
     attention with ``fourier_values`` or ``rotary_values``, multiply values that depend
     on the offset.
 

@@ -255,7 +255,7 @@ class RandomFeatureAttention(LinearAttention):
 
         Raises:
             ValueError: If weights would underflow: causal positive features with
-                head_dim > 224; or if the variable is no `RandomFeatures`.
+                head_dim > 224; or if the variable is not `RandomFeatures`.
         """
         wide = head_dim > _MAX_CAUSAL_HEAD_DIM
         if wide and self.causal and self.features == "positive":

@@ -126,7 +126,7 @@ def default_config() -> ConfigDict:
     config.data = ConfigDict()
     # Number of examples in an update, over all devices and hosts.
     config.batch_size = 64
-    # Number of equal parts of a batch, processed in turn in the memory of one part.
+    # Number of equal micro-batches of a batch, processed in turn to save memory.
     config.accumulate_steps = 1
     # Number of examples in a batch of evaluation.
     config.eval_batch_size = 256

@@ -31,7 +31,7 @@ from relattn.training.parallel import limit_in_flight
 # Projections of the attentions of `relattn.models`, for `init_lora`.
 PROJECTIONS = r"attention/(q|k|v|out)/kernel$"
 _DIVERGENCE = "softmax_divergence"
-# A smaller weight counts as this: its logarithm may be that of zero.
+# Smaller weights count as this one, because they may be zero, which has no logarithm.
 _LEAST_WEIGHT = 1e-12
 
 # Parameters by their path in the tree.
@@ -371,7 +371,7 @@ def replace_params(
         new: Some of them, see `feature_map_params`.
 
     Returns:
-        The tree.
+        The tree with the new parameters.
 
     Example:
         >>> replace_params({"a": {"b": 1, "c": 2}}, {("a", "b"): 3})
@@ -405,7 +405,7 @@ def init_lora(
 
     Raises:
         ValueError: If the pattern finds no matrix or is not a regular expression,
-            or ``rank`` is less than one.
+            or ``rank`` is not a whole number of at least 1.
 
     Example:
         >>> params = {"attention": {"q": {"kernel": jnp.ones((3, 5))}}}
@@ -468,7 +468,7 @@ def merge_lora(
         The tree with changed matrices.
 
     Raises:
-        ValueError: If a matrix is missing.
+        ValueError: If ``params`` lack a matrix of ``lora``.
 
     Example:
         >>> lora = {("w",): {"a": jnp.ones((2, 1)), "b": jnp.ones((1, 2))}}

@@ -147,7 +147,7 @@ def features(
 def _inputs(
     run: Run, inputs: Any, batch_size: int, what: str, progress: bool
 ) -> Iterator[tuple[jax.Array, int]]:
-    """Yields inputs of the model in batches of one size, and how many are a user's."""
+    """Yields padded batches of inputs, and how many inputs are not padding."""
     key, total, batches = _stored(run, inputs, batch_size)
     if isinstance(run.data, PointInfo) and isinstance(
         run.model, models.PointTransformer
@@ -174,11 +174,14 @@ def pad_points(
 ) -> Float[np.ndarray, "n padded columns"]:
     """Adds up to a quarter of padding to sets of other sizes than in training.
 
-    So predictions of sets of many sizes, one after another, compile few programs.
+    Predictions of sets of many sizes, one after another, compile few programs.
 
     Args:
         points: Positions and features; NaN for padding.
         point_shape: Number of points of a set in training, and of axes and channels.
+
+    Returns:
+        The sets, ``[n, padded, columns]``.
 
     Example:
         >>> pad_points(np.zeros((3, 11, 2)), (7, 2, 0)).shape
@@ -269,7 +272,7 @@ def generate(
     )
     texts = []
     for row, length in zip(np.asarray(out), lengths, strict=True):
-        # The same text as without the other prompts, which may be longer.
+        # Each text ends where it would without the other prompts, which may be longer.
         filled = max(context_length, length + 1)
         row = row[: length + num_tokens if num_tokens else filled]
         ends = np.flatnonzero(row[length:] == stop_token)

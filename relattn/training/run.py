@@ -308,7 +308,7 @@ class Run:
             The text, or a list of texts, including the prompt.
 
         Raises:
-            ValueError: If the run is on images, or an argument is out of range.
+            ValueError: If the run is not on text, or an argument is out of range.
         """
         return predict_lib.generate(
             self,
@@ -325,7 +325,7 @@ class Run:
     def pretrained_config(self) -> dict[str, Any]:
         """Returns the contents of ``config.json``, see `save_pretrained`."""
         training = to_json(self.config)
-        # Others have the data elsewhere.
+        # The data are in other folders on other machines.
         folder = training["data"].get("data_dir")
         folder = folder if isinstance(folder, str) else ""
         for values, key in (
@@ -372,8 +372,8 @@ class Run:
         """
         if os.path.realpath(expand(folder, "folder")) == os.path.realpath(self.workdir):
             raise ValueError(
-                f"{folder} is the directory of the run, in place of which the model "
-                "would be loaded: choose another"
+                f"{folder} is the run directory, where the model would be loaded "
+                "instead of the run: choose another folder"
             )
         config = self.pretrained_config()
         # Nothing is written unless everything can be read.
@@ -496,7 +496,7 @@ def evaluate(
     draw = functools.partial(draw_features, draws=draws) if draws > 1 else None
     evaluator = Evaluator(step, parallel, draw)
     key = jax.random.key(run.config.seed)
-    # Not more than there are: the rest would be padding.
+    # A batch larger than the split would only add padding.
     size = min(run._batch_size(batch_size), max(len(split), 1))
     (result,) = evaluator(parallel.place(run.variables), split, size, key=key)
     return result

@@ -266,7 +266,7 @@ def _num_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    # XLA computes with so many threads.
+    # XLA computes with this many threads.
     threads = os.environ.get("NPROC", "")
     return min(cores, max(1, int(threads))) if threads.isdigit() else cores
 

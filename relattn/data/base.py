@@ -5,8 +5,8 @@ A batch is a dictionary of arrays that share their first axis. A batch of images
 shape ``[batch]``. Volumes, such as videos, are images with an axis of frames before the
 height. A batch of text has ``tokens``, int32, and ``label``, the next tokens, both of
 shape ``[batch, n]``. A batch of sets of points has ``points``, float32, positions and
-features, shape ``[batch, n, axes + channels]``, and ``label``, shape ``[batch]``.
-Evaluation adds ``weight``, float32 in the shape of ``label``: labels of
+features, shape ``[batch, n, axes + channels]``, NaN for padding, and ``label``, shape
+``[batch]``. Evaluation adds ``weight``, float32 in the shape of ``label``: labels of
 weight 0 do not count. Training counts all labels, and refuses a ``weight``.
 """
 
@@ -382,7 +382,14 @@ def fill_batch(batch: Batch, batch_size: int) -> Batch:
 
 
 def check_eval_batch(batch_size: int) -> None:
-    """Checks that an evaluation batch has at least one example."""
+    """Checks that an evaluation batch has at least one example.
+
+    Args:
+        batch_size: Number of examples in a batch.
+
+    Raises:
+        ValueError: If it is not an integer of at least 1.
+    """
     if not isinstance(batch_size, int | np.integer) or batch_size < 1:
         raise ValueError(
             "the batch_size of an evaluation must be an integer of at least 1, got "

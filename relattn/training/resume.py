@@ -201,7 +201,7 @@ def replace_lost_best(
         workdir: The run directory.
         step: The latest intact checkpoint.
         histories: The history of each seed, changed in place.
-        kind: Kind of the data, ``"images"`` or ``"tokens"``.
+        kind: Kind of the data: ``"images"``, ``"tokens"`` or ``"points"``.
         if_missing: Whether to replace only checkpoints that are missing.
 
     Returns:

@@ -88,8 +88,8 @@ def create_state(
         model: A model of inputs ``[batch, *input_shape]``.
         optimizer: The optimiser.
         key: The run's key.
-        input_shape: Height, width and channels of a preprocessed image, or the length
-            of a text.
+        input_shape: Shape of one preprocessed input: ``(height, width, channels)`` of
+            an image, for example, or ``(length,)`` of a text.
         dtype: The dtype of the inputs.
         ema: Whether to keep a moving average of the parameters.
 

@@ -308,7 +308,7 @@ def test_the_metrics_of_a_card_are_those_of_its_checkpoint(workdir, tmp_path):
 
 def test_a_model_is_not_saved_in_the_directory_of_its_run(workdir):
     before = contents(workdir)
-    with pytest.raises(ValueError, match="is the directory of the run, .*: choose an"):
+    with pytest.raises(ValueError, match="is the run directory, .*: choose another"):
         training.load_run(workdir).save_pretrained(workdir)
     assert contents(workdir) == before
 

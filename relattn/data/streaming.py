@@ -346,7 +346,7 @@ class Photographs:
         origin: Name of the split in error messages.
         hint: Fix at the end of error messages.
         background: Colour behind transparent pixels.
-        interpolation: Of the resize: the name of a filter of Pillow.
+        interpolation: Name of Pillow's filter for the resize.
         keys: Names of the image and the label in a record.
     """
 
@@ -547,9 +547,9 @@ def _copies(batches: Iterator[Batch]) -> Iterator[Batch]:
             raise
         code = "".join(re.findall(r"exit code (-?\d+)", str(error)))
         raise ChildProcessError(
-            f"a process that reads images ended with exit code {code}, perhaps for "
-            "want of memory: lower data.num_workers, or batch_size, and repeat the "
-            "command"
+            f"a process that reads images ended with exit code {code}, perhaps "
+            "because memory ran out: lower data.num_workers, or batch_size, and repeat "
+            "the command"
         ) from error
 
 

@@ -49,7 +49,8 @@ def read_images(
         batch_size: Number of images in a batch; the last may be smaller.
 
     Yields:
-        Images, uint8, shape ``[batch, height, width, channels]``.
+        Images, uint8, shape ``[batch, height, width, channels]``, or volumes
+        ``[batch, frames, height, width, channels]``.
 
     Raises:
         ValueError: If an image cannot be read, its values are not integers from 0 to
@@ -83,7 +84,8 @@ def prepare_images(
         batch_size: Number of images that are converted at once.
 
     Returns:
-        Model inputs, float32, shape ``[n, image_size, image_size, channels]``.
+        Model inputs, float32, shape ``[n, height, width, channels]``, or of volumes
+        ``[n, frames, height, width, channels]``.
 
     Raises:
         ValueError: If an image cannot be read, its values are not integers from 0 to

@@ -471,7 +471,9 @@ def _hf_clip(options: Mapping[str, Any]) -> _Form:
 def _hf_clip_classifier(options: Mapping[str, Any]) -> _Form:
     """Returns the form of ``CLIPForImageClassification``; its last norm is unused."""
     if not options["num_classes"]:
-        raise ValueError("num_classes=0, and only CLIPForImageClassification pools so")
+        raise ValueError(
+            "num_classes=0, but CLIP has pool='mean' only with a classifier"
+        )
     config = {"architectures": ["CLIPForImageClassification"], "model_type": "clip"}
     parts = {"embedding_bias": False, "is_flat": True}
     name = "vision_model.post_layernorm"

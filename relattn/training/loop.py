@@ -118,7 +118,8 @@ def train_and_evaluate(
             cannot be written.
         NonFiniteLossError: If the loss or its gradient is NaN or infinite in more than
             ``config.max_skipped_updates`` updates of a seed.
-        PreemptedError: If SIGTERM, or during updates Ctrl-C, reaches the main thread.
+        PreemptedError: If SIGTERM, SIGHUP or, during updates, Ctrl-C reaches the main
+            thread.
             During updates, a checkpoint is written after the current update and the
             evaluation that is due.
     """
@@ -449,7 +450,7 @@ class TrainLoop:
         )
 
     def quarantine(self) -> None:
-        """Renames damaged checkpoints, without which the run can go on."""
+        """Renames damaged checkpoints, which the run does not need."""
         distributed.barrier("checkpoints read")
         if distributed.is_primary():
             quarantine(
@@ -534,7 +535,7 @@ class TrainLoop:
     def finish(self) -> dict[str, Any]:
         """Evaluates the best checkpoints on the test splits; writes ``result.json``.
 
-        And ``run.json``, if it cannot be read.
+        Also writes ``run.json`` if the old one cannot be read.
         """
         task, evaluator = self.task, self.evaluator
         if task is not task.single:

@@ -133,12 +133,12 @@ def load_text_run(
             variable_names.cut_vocabulary(tensors, size),
             folder,
         )
-    # Where `relattn.data.tokenizers.find_tokenizer` finds its file.
+    # `relattn.data.tokenizers.find_tokenizer` looks for the tokenizer's file here.
     files = str(loaded.folder) if tokenizer.name.startswith(FILE_PREFIX) else ""
     data = {"source": "text", "context_length": length, "bpe_dir": files}
     logits = length * size
     sizes = {"eval_batch_size": max(1, min(256, MAX_LOGITS // logits))}
-    # Those of its run are drawn again.
+    # With the seed of its run, evaluation draws the same random features.
     training = loaded.config.get("training", {})
     draws = {key: training[key] for key in ("seed", "eval_draws") if key in training}
     config = complete({"model": loaded.config["model"], "data": data, **sizes, **draws})

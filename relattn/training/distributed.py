@@ -38,7 +38,7 @@ def initialize(
         coordinator: ``HOST:PORT`` of process 0, which all processes can reach.
         num_processes: The number of processes.
         process_id: The index of this process, from 0.
-        heartbeat_seconds: After this time without a sign of life, a process counts as
+        heartbeat_seconds: Seconds without a heartbeat after which a process counts as
             dead, and the others end.
 
     Raises:

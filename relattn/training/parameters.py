@@ -95,8 +95,8 @@ def is_frozen(model: nn.Module, params: Any, patterns: str) -> Any:
         only some are frozen, a boolean for each layer, ``[layers, 1, ...]``.
 
     Raises:
-        ValueError: If a pattern is that of no parameter, or all parameters are frozen,
-            or none.
+        ValueError: If a pattern matches no parameter, or all or none of the parameters
+            are frozen.
 
     Example:
         >>> params = {"cls": jnp.zeros(3), "head": {"bias": jnp.ones(2)}}

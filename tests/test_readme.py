@@ -176,11 +176,14 @@ def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
         scope["relative_2"], scope["relative"][..., 2, :], rtol=1e-4, atol=1e-5
     )
     assert scope["logits"].shape == scope["cosine_logits"].shape == (2, 10)
-    assert scope["alibi_logits"].shape == scope["pooled_logits"].shape == (2, 10)
-    (layer,) = scope["Alibi"](dim=8, num_heads=2, num_layers=1).per_layer((3,), 0)
+    assert scope["kerple_logits"].shape == scope["pooled_logits"].shape == (2, 10)
+    kerple = scope["Kerple"](dim=8, num_heads=2, num_layers=1)
+    # Of the softplus, r1 and r2 of two heads.
+    r = np.log(np.expm1([[[[2.0], [4.0]]], [[[3.0], [5.0]]]]))
+    (layer,) = kerple.apply({"params": {"r": r}}, (3,), 0)
     # Offsets -2 .. 2.
-    expected = -np.array([[1 / 16], [1 / 256]]) * np.array([2, 1, 0, 1, 2])
-    np.testing.assert_allclose(layer.tables["bias"], expected)
+    expected = -np.array([[2], [4]]) * np.log1p([[3], [5]] * np.array([2, 1, 0, 1, 2]))
+    np.testing.assert_allclose(layer.tables["bias"], expected, rtol=1e-6)
     assert not np.isnan(scope["masked"]).any()
     direct = scope["gpt"].apply(scope["weights"], jnp.zeros((3, 17), jnp.int32))
     np.testing.assert_allclose(scope["exported_logits"], direct, rtol=1e-4, atol=1e-5)

@@ -53,6 +53,7 @@ POSITIONS: dict[str, type[base.Position]] = {
     "relative_value": relative.RelativeValue,
     "relative_bias": relative.RelativeBias,
     "t5_bias": bias.T5Bias,
+    "alibi": bias.Alibi,
     "sincos_bias": bias.SincosBias,
     "fourier_bias": bias.FourierBias,
     "rope1d": rotary.Rope1d,

@@ -29,7 +29,7 @@ from tests.mechanisms.base import (
 )
 
 CLIP = 2
-BIASES = ("relative_bias", "t5_bias", "sincos_bias", "fourier_bias")
+BIASES = ("relative_bias", "t5_bias", "alibi", "sincos_bias", "fourier_bias")
 TABLES = ("softmax", "relative_key", "relative_value", *BIASES)
 ON_GRID = {"grid": GRID, "num_prefix": NUM_PREFIX}
 ON_LINE = {"grid": (N,), "num_prefix": 0}

@@ -1,4 +1,4 @@
-"""Offset biases for grids of any size: T5 buckets and sums of waves.
+"""Offset biases for grids of any size: T5 buckets, ALiBi and sums of waves.
 
 Their parameters do not depend on the grid, so a model can be evaluated on grids that it
 was not trained on. Pairs with a prefix token have no offset and no bias.
@@ -12,6 +12,7 @@ from typing import ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from relattn import offsets
 from relattn.kernels.positions import sinusoids
@@ -76,6 +77,35 @@ class T5Bias(Position):
         chosen = jax.nn.one_hot(buckets, self.num_buckets, dtype=table.dtype)
         einsum = wide_einsum(jax.lax.Precision.HIGHEST)
         bias = einsum("ahb,rab->hr", table, chosen)
+        return [RelativeTables(bias=bias)] * self.num_layers
+
+
+class Alibi(Position):
+    """Subtracts the distance times a slope that is fixed for each head.
+
+    b(d) = -m_h ||d||, with m_h = 2^(-8 h / H) for the heads h = 1 .. H and the Euclidean
+    norm. It has no parameters.
+
+    Example:
+        >>> module = Alibi(dim=8, num_heads=2, num_layers=3)
+        >>> layers = module((3,), 0)
+        >>> layers[0].bias.tolist()[0]
+        [-0.125, -0.0625, -0.0, -0.0625, -0.125]
+
+    Source:
+        Press et al., Train Short, Test Long (ALiBi), section 3; on grids 2D-ALiBi of
+        Fuller et al., CROMA.
+    """
+
+    site: ClassVar[str] = "offset_bias"
+    periodic: ClassVar[bool] = True
+
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
+        """Returns the tables of each layer, the same for all."""
+        del num_prefix
+        slopes = 2.0 ** (-8 * np.arange(1, self.num_heads + 1) / self.num_heads)
+        distances = np.linalg.norm(offsets.table_offsets(grid), axis=-1)
+        bias = jnp.asarray(-slopes[:, None] * distances, jnp.float32)
         return [RelativeTables(bias=bias)] * self.num_layers
 
 

@@ -14,7 +14,8 @@ from tests import reference
 from tests.helpers.quick import normal, quick_jit, run
 
 GRID, N, DIM, HEADS, HEAD_DIM = (2, 3), 7, 8, 2, 4
-POSITIONS = ["t5_bias(num_buckets=8, max_distance=5)", "sincos_bias", "fourier_bias"]
+T5 = "t5_bias(num_buckets=8, max_distance=5)"
+POSITIONS = [T5, "alibi", "sincos_bias", "fourier_bias"]
 
 
 def encode(position, grid, params=None):
@@ -22,7 +23,8 @@ def encode(position, grid, params=None):
     _, make_position = build("favor", position, dim=DIM, num_heads=HEADS, num_layers=3)
     module = make_position()
     if params is None:
-        params = run(lambda: module.init(jax.random.key(0), grid, 1))["params"]
+        variables = run(lambda: module.init(jax.random.key(0), grid, 1))
+        params = variables.get("params", {})
 
     def biases(params):
         layers = module.apply({"params": params}, grid, 1)
@@ -31,7 +33,7 @@ def encode(position, grid, params=None):
     return run(biases, params), params
 
 
-@pytest.mark.quick("t5_bias(num_buckets=8, max_distance=5)")
+@pytest.mark.quick(T5)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_parameters_fit_every_grid(position):
     small, params = encode(position, (2, 3))
@@ -50,6 +52,21 @@ def test_t5_layers_share_a_table_for_rows_and_one_for_columns():
     rows, columns = params["table"]
     expected = rows[:, buckets[:, 0]] + columns[:, buckets[:, 1]]
     np.testing.assert_allclose(bias[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("grid", [(5,), (2, 3), offsets.Torus((5, 7))])
+def test_alibi_subtracts_the_distance_times_the_slope_of_the_head(grid):
+    bias, params = encode("alibi", grid)
+    assert params == {}
+    i, j = np.indices(2 * (np.prod(grid),))
+    d = np.abs(np.array(np.unravel_index(i, grid)) - np.unravel_index(j, grid))
+    if isinstance(grid, offsets.Torus):
+        d = np.minimum(d, np.array(grid)[:, None, None] - d)
+    distances = np.sqrt((d**2).sum(axis=0))
+    expected = -np.array([2.0**-4, 2.0**-8])[:, None, None] * distances
+    for layer in bias:
+        pairs = layer[:, offsets.offset_index(grid)]
+        np.testing.assert_allclose(pairs, expected, rtol=1e-6)
 
 
 def test_sincos_bias_equals_the_logits_of_strategy_1():

@@ -83,8 +83,8 @@ class T5Bias(Position):
 class Alibi(Position):
     """Subtracts the distance times a slope that is fixed for each head.
 
-    b(d) = -m_h ||d||, with m_h = 2^(-8 h / H) for the heads h = 1 .. H and the Euclidean
-    norm. It has no parameters.
+    b(d) = -m_h ||d||, with m_h = 2^(-8 h / H) for the heads h = 1 .. H, and the
+    Euclidean norm. It has no parameters.
 
     Example:
         >>> module = Alibi(dim=8, num_heads=2, num_layers=3)

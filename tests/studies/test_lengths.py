@@ -25,6 +25,7 @@ def train(position, seed, folder):
     return str(folder)
 
 
+@pytest.mark.slow
 def test_losses_of_windows_by_position(tmp_path, capsys):
     folders = [
         train("rope1d", 0, tmp_path / "a"),

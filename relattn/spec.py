@@ -203,8 +203,8 @@ def read_option(where: str, value: Any, parameter: inspect.Parameter) -> Any:
         raise ValueError(
             f"{where} needs {parameter.name} of type {kind}, got {shorten(value)}"
         )
-    size = abs(value) if type(value) is float else 0.0
-    if size and not SMALLEST_FLOAT <= size <= LARGEST_FLOAT:
+    is_nonzero = type(value) is float and value != 0
+    if is_nonzero and not SMALLEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
         raise ValueError(
             f"{where} needs {parameter.name} in the range of float32, in which it is "
             f"used, got {shorten(value)}"

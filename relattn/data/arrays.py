@@ -186,8 +186,15 @@ dtype=int32)})
     """
     given = class_order(map(str, splits["train"].tolist()))
     check_several_classes(given, str(file))
-    names = map(str, np.ravel(arrays.get(CLASS_NAMES, ())).tolist())
-    class_names = check_class_names(names, f"{CLASS_NAMES} in {file}")
+    names = np.ravel(arrays.get(CLASS_NAMES, ()))
+    if names.dtype.kind == "S":
+        raise ValueError(
+            f"{CLASS_NAMES} in {file} has dtype {names.dtype}: save "
+            "class_names.astype(str)"
+        )
+    class_names = check_class_names(
+        map(str, names.tolist()), f"{CLASS_NAMES} in {file}"
+    )
     classes, encoded = "a class of training", {}
     if class_names and splits["train"].dtype.kind in "iu":
         # Numbers are positions in the given names.

@@ -112,6 +112,10 @@ def test_names_are_classes_and_numbers_are_positions_in_class_names(tmp_path):
         ),
         ({"train_labels": LABELS * np.nan}, "pass one whole number for each image$"),
         ({"class_names": ["a", "b", "a"]}, r"names in .*a.npz has 'a' twice: give ea"),
+        (
+            {"class_names": np.array([b"a", b"b", b"c"])},
+            r"names in .*a.npz has dtype |S1: save class_names.astype\(str\)$",
+        ),
         ({"class_names": ["a", "", "b"]}, r"names in .*a.npz must be a name for each"),
         (
             {"train_images": np.zeros((7, 6, 5, 5), np.uint8)},

@@ -239,7 +239,11 @@ def as_sequence(
             f"{shorten(images)}"
         )
     axes, (*_, trained_width, channels) = len(image_shape) - 1, image_shape
-    if array.ndim in (axes, axes + 1) and channels == 1 and array.shape[-1] != 1:
+    # Of grey images of the trained width 1, the last axis may be the width.
+    lacks_channels = array.shape[-1:] != (1,) or array.shape[1:] == (*image_shape[:-1],)
+    if channels == 1 and (
+        array.ndim == axes or (array.ndim == axes + 1 and lacks_channels)
+    ):
         width = array.shape[-1]
         # Its rows would be taken for grey images of this width.
         if array.ndim > axes and width in (3, 4) and width != trained_width:

@@ -9,6 +9,7 @@ from PIL import Image, ImageOps
 
 import relattn
 from relattn import data as data_lib
+from relattn.data.user_images import as_sequence
 from relattn.evaluation.shift import make_shift_fn, shifted_predictions
 from relattn.training import Run, default_config
 from relattn.training.task import Task
@@ -313,6 +314,16 @@ def test_images_of_two_channels_are_arrays(tmp_path, config):
         run.predict(np.moveaxis(data.test.images, -1, 1))
     with pytest.raises(ValueError, match="trained on images of 2 channels: pass array"):
         run.predict(Image.new("L", (7, 11)))
+
+
+def test_grey_images_of_width_1_may_lack_the_axis_of_channels():
+    images = np.zeros((13, 11, 1), np.uint8)
+    assert as_sequence(images, (11, 1, 1)).shape == (13, 11, 1, 1)
+    assert as_sequence(images, (1, 1, 1)).shape == (1, 13, 11, 1)
+    assert as_sequence(images[:, :1], (1, 1, 1)).shape == (13, 1, 1, 1)
+    # One image, with the axis or without it.
+    assert as_sequence(images, (13, 11, 1)).shape == (1, 13, 11, 1)
+    assert as_sequence(images[:, 0], (11, 1, 1)).shape == (1, 13, 1, 1)
 
 
 def test_standardising_equal_pixels_is_refused(tmp_path, config):

@@ -173,11 +173,14 @@ class PointData:
                 )
         for name, split in {"train": self.train, **self.eval_splits}.items():
             check_labels(split.labels, len(self.class_names), name)
-            if split.point_shape != self.train.point_shape:
+            found, expected = split.point_shape, self.train.point_shape
+            if found != expected:
+                fix = "pad the points and pass a mask"
+                if found[1:] != expected[1:]:
+                    fix = "pass the same axes and features for each"
                 raise ValueError(
-                    f"the (points, axes, channels) of {name} are {split.point_shape}, "
-                    f"but those of train {self.train.point_shape}: pad the points and "
-                    "pass a mask"
+                    f"the (points, axes, channels) of {name} are {found}, but those of "
+                    f"train {expected}: {fix}"
                 )
 
     @classmethod
@@ -416,18 +419,23 @@ def _join(
     if positions.ndim != 3 or not all(positions.shape[1:]):
         raise ValueError(
             f"positions have shape {positions.shape}, expected [n, points, axes]"
+            + ": for one axis pass positions[..., None]" * (positions.ndim == 2)
         )
     sets = positions.shape[:2]
     features = np.ones((*sets, 1)) if features is None else features
     mask = np.ones(sets, bool) if mask is None else mask
     features, mask = _as_array(features, "features"), _as_array(mask, "mask")
-    expected = f"expected those of {sets[0]} sets of {sets[1]} points"
     if features.ndim != 3 or features.shape[:2] != sets or not features.shape[-1]:
-        raise ValueError(f"features have shape {features.shape}, {expected}")
-    if mask.shape != sets or mask.dtype != bool:
+        fix = ": pass features[..., None]" * (features.shape == sets)
         raise ValueError(
-            f"the mask has shape {mask.shape} and dtype {mask.dtype}, {expected}, "
-            "as bool"
+            f"features have shape {features.shape}, expected [{sets[0]}, {sets[1]}, "
+            f"channels]{fix}"
+        )
+    if mask.shape != sets or mask.dtype != bool:
+        fix = ": pass mask.astype(bool)" * (mask.shape == sets)
+        raise ValueError(
+            f"the mask has shape {mask.shape} and dtype {mask.dtype}, expected "
+            f"{list(sets)} and bool{fix}"
         )
     for name, array in {"positions": positions, "features": features}.items():
         if array.dtype.kind not in "biuf":
@@ -480,9 +488,10 @@ def _stack(
     sets = [np.asarray(each) for each in points]
     for index, each in enumerate(sets):
         if each.ndim != 2 or not len(each) or each.shape[1] != columns:
+            hint = ", or a 1 without features" * (channels == 1)
             raise ValueError(
                 f"set {index} of the points has shape {each.shape}, expected [points, "
-                f"{columns}]: the position and the features of each"
+                f"{columns}]: the position and the features of each{hint}"
             )
         if each.dtype.kind not in "biuf":
             raise ValueError(

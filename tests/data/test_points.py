@@ -73,11 +73,12 @@ def test_sets_far_from_zero_keep_their_offsets():
     [
         (
             {"positions": np.zeros((N, 3))},
-            r"shape \(7, 3\), expected \[n, points, axes",
+            r"shape \(7, 3\), expected .*: for one axis pass positions\[..., None\]$",
         ),
         ({"labels": LABELS[1:]}, "labels have shape .* expected 7 integers"),
-        ({"features": np.zeros((N, 4, 1))}, "features .* of 7 sets of 5 points"),
-        ({"mask": np.ones((N, POINTS))}, "dtype float64, expected .*, as bool"),
+        ({"features": np.zeros((N, 4, 1))}, r"expected \[7, 5, channels\]$"),
+        ({"features": np.zeros((N, 5))}, r"channels\]: pass features\[..., None\]$"),
+        ({"mask": np.ones((N, POINTS))}, r"expected \[7, 5\] and bool: .*type\(bool"),
         ({"positions": np.full((N, POINTS, 3), np.inf)}, "point is not finite: set"),
         ({"features": np.full((N, POINTS, 1), "a")}, "features have dtype <U1, expect"),
         (
@@ -89,6 +90,20 @@ def test_sets_far_from_zero_keep_their_offsets():
 def test_wrong_arrays_raise(changes, message):
     with unchecked_annotations(), pytest.raises(ValueError, match=message):
         PointSplit.from_arrays(**make_arrays() | changes)
+
+
+def test_splits_that_differ_in_shape_are_refused():
+    arrays = make_arrays()
+    train = PointSplit.from_arrays(**arrays)
+    fewer = {name: x[:, 1:] for name, x in arrays.items() if name != "labels"}
+    fewer = PointSplit.from_arrays(labels=arrays["labels"], **fewer)
+    plain = PointSplit.from_arrays(**arrays | {"features": None})
+    message = r"test are \(4, 3, 2\), but .* train \(5, 3, 2\): pad the points and"
+    with pytest.raises(ValueError, match=message):
+        make_data(train, test=fewer)
+    message = r"test are \(5, 3, 1\), but .* \(5, 3, 2\): pass the same axes and feat"
+    with pytest.raises(ValueError, match=message):
+        make_data(train, test=plain)
 
 
 def test_data_split_batches_and_description():

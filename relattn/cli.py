@@ -65,9 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0)
     check_choice("command", name, COMMANDS)
     module, function, _ = COMMANDS[name]
+    given = sys.argv
     # The programs take their name in the help from it.
     sys.argv = [f"relattn {name}", *options]
-    getattr(importlib.import_module(module), function)(options)
+    try:
+        getattr(importlib.import_module(module), function)(options)
+    finally:
+        sys.argv = given
 
 
 @command.entry_point

@@ -83,7 +83,7 @@ def refused(capsys, monkeypatch):
     """Returns a function that starts a program, which must fail with one sentence."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    # The command `relattn` changes it.
+    # `run_file` changes it.
     monkeypatch.setattr(sys, "argv", ["pytest"])
 
     def refused(program, arguments, run=start):
@@ -284,6 +284,7 @@ def test_commands_explain_themselves(name, capsys, monkeypatch):
     assert re.search(rf"^  {name} +[a-z]", capsys.readouterr().out, re.M)
     with pytest.raises(SystemExit, match="0"):
         cli.main([name, "--help"])
+    assert sys.argv == ["pytest"]
     assert capsys.readouterr().out.startswith(f"usage: relattn {name} [-h]")
 
 

@@ -43,6 +43,7 @@ DRAWS_HELP = (
     "by default the run's config.eval_draws; K draws take K times the time"
 )
 BATCH_HELP = "examples in a batch, by default the run's config.eval_batch_size"
+SEED_HELP = "the seed, if several were trained together; by default the first"
 CONTEXT_HELP = (
     "number of tokens in a window, by default that of training; the model's position "
     "tables are cut or resized"

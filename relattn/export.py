@@ -78,6 +78,7 @@ def export(
     *,
     format: str,
     checkpoint: str = "best",
+    seed: int | None = None,
 ) -> float:
     """Exports a trained model, and compares what was written with its predictions.
 
@@ -93,6 +94,8 @@ def export(
             logits, and relattn's ``config.json``. All write checksums,
             ``manifest.json``, and the ``tokenizer.json`` of a model that has one.
         checkpoint: ``"best"`` or ``"latest"``, of a run.
+        seed: Which of the seeds of a run that were trained together; None for the
+            first.
 
     Returns:
         The largest difference between the logits of the exported and the trained model,
@@ -100,8 +103,8 @@ def export(
 
     Raises:
         ValueError: If the format is unknown, ``output`` is ``workdir``, the other
-            library has no such model, the model is too large for the format, or the
-            logits differ or are not finite.
+            library has no such model, the model is too large for the format, the logits
+            differ or are not finite, or the seed was not trained.
         ImportError: If the format needs packages that are not installed.
         OSError: If ``output`` is empty or a file, or cannot be written.
     """
@@ -116,7 +119,7 @@ def export(
     package = _PACKAGES.get(format)
     if package and find_spec(package) is None:
         raise ImportError(f"--format={format} needs {_HINTS[format]}")
-    source = _load(workdir, checkpoint)
+    source = _load(workdir, checkpoint, seed)
     if package:
         _check_size(source, format)
     files, difference = FORMATS[format](source)
@@ -134,9 +137,10 @@ def export(
     return difference
 
 
-def _load(folder: str | Path, checkpoint: str) -> _Source:
+def _load(folder: str | Path, checkpoint: str, seed: int | None) -> _Source:
     """Loads a run or a saved model."""
     if is_hub_id(folder) or (Path(folder) / pretrained.WEIGHTS).is_file():
+        pretrained.check_no_seed(folder, seed)
         loaded = pretrained.load_pretrained(folder)
         source = _Source(loaded.model, loaded.variables, loaded.config, _make_predict)
         file = (loaded.folder or Path()) / pretrained.TOKENIZER
@@ -145,7 +149,7 @@ def _load(folder: str | Path, checkpoint: str) -> _Source:
     from relattn.training.predict import read_tokenizer_file
     from relattn.training.run import make_predict_fn
 
-    run = load_run(folder, checkpoint)
+    run = load_run(folder, checkpoint, seed=seed)
 
     def make_predict(model: nn.Module, variables: Any) -> Predict:
         same = dataclasses.replace(run, model=model, variables=variables)
@@ -361,6 +365,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--format", required=True, help=", ".join(FORMATS))
     add("--output", required=True, help="folder for the files")
     add("--checkpoint", default="best", help="best or latest, of a run")
+    add("--seed", type=int, help=command.SEED_HELP)
     given = parser.parse_args(argv)
     runs = [*given.paths, *([] if given.workdir is None else [given.workdir])]
     if len(runs) != 1:
@@ -373,6 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.output,
         format=given.format,
         checkpoint=given.checkpoint,
+        seed=given.seed,
     )
     compared = "the parameters are the same, bit for bit"
     if given.format in ("stablehlo", "onnx"):

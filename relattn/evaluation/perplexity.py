@@ -25,12 +25,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = {"required": True, "nargs": "+", "action": "extend"}
     add("--input", **files, help="UTF-8 text files; repeatable")
     add("--checkpoint", default="best", help="best or latest")
+    add("--seed", type=int, help=command.SEED_HELP)
     add("--batch_size", type=int, help=command.BATCH_HELP)
     add("--draws", type=int, help=command.DRAWS_HELP)
     add("--context_length", type=int, help=command.CONTEXT_HELP)
     add("--bpe_dir", default="", help="folder of the tokenizer's files")
     given = parser.parse_args(argv)
-    run = load_text_run(given.workdir, given.checkpoint, given.context_length)
+    run = load_text_run(
+        given.workdir, given.checkpoint, given.context_length, given.seed
+    )
     for path in given.input:
         found = run.evaluate(
             path,

@@ -31,7 +31,7 @@ from relattn.data.image_list import check_files
 from relattn.data.user_images import UserImage, as_sequence, is_array_file
 from relattn.files import expand, replace_file, usable_file
 from relattn.messages import check_choice, printable
-from relattn.models.pretrained import class_names_of, load_pretrained
+from relattn.models.pretrained import check_no_seed, class_names_of, load_pretrained
 from relattn.training import Run, load_run
 from relattn.training.draws import check_draws, make_average_fn
 from relattn.training.predict import Predictions, pad_points, require_kind, warn_of_nan
@@ -140,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="number of most likely classes in each row; by default one",
     )
     add("--checkpoint", default="best", help="best or latest")
+    add("--seed", type=int, help=command.SEED_HELP)
     add(
         "--image_size",
         type=int,
@@ -157,7 +158,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if is_saved_model(workdir):
         found, names = _predict_saved(workdir, files, given)
     else:
-        run = load_run(workdir, given.checkpoint, image_size=given.image_size)
+        run = load_run(
+            workdir, given.checkpoint, image_size=given.image_size, seed=given.seed
+        )
         if isinstance(run.data, ClassInfo):
             _check_top(given.top, run.data.num_classes)
         found, names = _predict(run, files, given.batch_size, given.draws)
@@ -176,6 +179,7 @@ def _predict_saved(
 ) -> tuple[Predictions, Sequence[str]]:
     """Returns what `_predict` does, of a saved model."""
     check_choice("checkpoint", given.checkpoint, ("best", "latest"))
+    check_no_seed(folder, given.seed)
     loaded = load_pretrained(folder, image_size=given.image_size)
     num_classes = loaded.config.get("num_classes", 0)
     if loaded.model.inputs not in ("images", "points") or not num_classes:

@@ -375,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--workdir", required=True, help="the run directory")
     add("--output", help="the page; by default WORKDIR/report.html")
     add("--checkpoint", default="best", help="best or latest")
-    add("--seed", type=int, help="the seed, if there are several; by default the first")
+    add("--seed", type=int, help=command.SEED_HELP)
     add("--num_images", type=int, help="number of test examples; by default all")
     add("--data_dir", help="folder of the data set, if it has moved")
     given = parser.parse_args(argv)

@@ -240,6 +240,25 @@ def tokenizer_of(config: Mapping[str, Any]) -> str:
     return config.get("tokenizer") or config.get("data", {}).get("tokenizer", "")
 
 
+def check_no_seed(folder: str | Path, seed: int | None) -> None:
+    """Raises ValueError if a seed of a saved model is asked for: it has only one.
+
+    Args:
+        folder: What `load_pretrained` takes.
+        seed: None for no choice.
+
+    Example:
+        >>> check_no_seed("models/vit", 1)
+        Traceback (most recent call last):
+        ValueError: models/vit is a saved model, of one seed: leave out the seed 1, ...
+    """
+    if seed is not None:
+        raise ValueError(
+            f"{folder} is a saved model, of one seed: leave out the seed {seed}, or "
+            "name a run"
+        )
+
+
 def class_names_of(config: Mapping[str, Any]) -> list[str]:
     """Returns the names of a saved model's classes, in label order.
 

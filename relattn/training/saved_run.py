@@ -92,7 +92,10 @@ def is_saved_model(folder: str | Path) -> bool:
 
 
 def load_text_run(
-    folder: str | Path, checkpoint: str = "best", context_length: int | None = None
+    folder: str | Path,
+    checkpoint: str = "best",
+    context_length: int | None = None,
+    seed: int | None = None,
 ) -> Run:
     """Loads a run on text, or a saved model of text as one that took no steps.
 
@@ -100,22 +103,26 @@ def load_text_run(
         folder: The run directory, or what `relattn.load_pretrained` takes.
         checkpoint: ``"best"`` or ``"latest"``, of a run.
         context_length: Number of tokens in a window; None for that of training.
+        seed: Which of the seeds of a run that were trained together; None for the
+            first.
 
     Returns:
         The run; that of a saved model has no training data, and its tables have only
         the rows of tokens.
 
     Raises:
-        ValueError: If the saved model is not of text, its tokenizer is unknown, or a
-            file is damaged.
+        ValueError: If the saved model is not of text, its tokenizer is unknown, a file
+            is damaged, the seed was not trained, or a seed of a saved model is asked
+            for.
         FileNotFoundError: If the ``tokenizer.json`` of the saved model is missing.
         CheckpointError: If there is no intact checkpoint.
     """
     if not is_hub_id(folder):
         folder = expand(folder, "--workdir")
     if not is_saved_model(folder):
-        return load_run(folder, checkpoint, context_length=context_length)
+        return load_run(folder, checkpoint, context_length=context_length, seed=seed)
     check_choice("checkpoint", checkpoint, ("best", "latest"))
+    pretrained.check_no_seed(folder, seed)
     loaded = pretrained.load_pretrained(folder, context_length=context_length)
     if loaded.model.inputs != "tokens":
         raise ValueError(f"{folder} is a model of {loaded.model.inputs}, not of text")

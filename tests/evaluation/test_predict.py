@@ -45,6 +45,9 @@ def test_a_converted_model_predicts_as_it_prepares_images(tmp_path, photos, caps
     header, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
     with pytest.raises(ValueError, match="vit is a model of images, not of text$"):
         load_text_run(folder)
+    with pytest.raises(SystemExit):
+        predict_lib.main([str(folder), str(photos), "--seed=1"])
+    assert "is a saved model, of one seed: leave out" in capsys.readouterr().err
     loaded = load_pretrained(folder)
     files = sorted(photos.iterdir())
     logits = loaded.model.apply(loaded.variables, loaded.preprocess(files))

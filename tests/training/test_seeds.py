@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from relattn import training
+from relattn import export, training
+from relattn.evaluation import predict
 from relattn.training import checkpoint as checkpoint_lib
 from relattn.training import loop, seeds
 from relattn.training import saved_run as saved_run_lib
@@ -138,6 +139,20 @@ def test_each_seed_equals_a_separate_run(
     assert f"| test_loss | {together['runs'][1]['test_loss']:.4g} |" in card
     with pytest.raises(ValueError, match="no seed 8; available: 5, 6, 7"):
         training.load_run(tmp_path / "all", seed=8)
+    # The commands choose a seed too.
+    exported = []
+    monkeypatch.setitem(
+        export.FORMATS, "hf", lambda source: ({}, exported.append(source.variables))
+    )
+    export.export(tmp_path / "all", tmp_path / "out", format="hf", seed=6)
+    chex.assert_trees_all_equal(exported[0], loaded[1].variables)
+    np.savez(tmp_path / "x.npz", images=test.images[:3])
+    files, table = [str(tmp_path / "x.npz")], tmp_path / "table.csv"
+    options = ["--probabilities", "--seed=6", f"--output={table}"]
+    predict.main([str(tmp_path / "all"), *files, *options])
+    rows = np.genfromtxt(table, delimiter=",", skip_header=1)
+    expected = loaded[1].predict(test.images[:3]).probabilities
+    np.testing.assert_allclose(rows[:, len(predict.COLUMNS) :], expected, atol=2e-6)
 
 
 @pytest.mark.slow

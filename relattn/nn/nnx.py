@@ -9,7 +9,7 @@ code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -100,38 +100,53 @@ class _LinenModule(nnx.bridge.ToNNX):
         if deterministic is not None:
             self.deterministic = deterministic
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        # The bridge takes all attributes for variables, those of users and of
-        # `flax.nnx.tabulate` too.
-        attributes = vars(self)
-        others = {
-            name: value
-            for name, value in attributes.items()
-            if not name.startswith(("to_nnx__", "_pytree__"))
-            and not isinstance(value, dict | nnx.Variable)
-        }
-        for name in others:
-            del attributes[name]
-        try:
-            return nnx.bridge.ToNNX.__call__(self, *args, **kwargs)
-        finally:
-            attributes.update(others)
+    def _apply(
+        self,
+        *args: Any,
+        mutable: Sequence[str] = (),
+        without: tuple[str, ...] = (),
+        **kwargs: Any,
+    ) -> Any:
+        """Applies the Linen module; writes the variables of mutable collections.
+
+        The method of the base class replaces these variables by others, which control
+        flow of NNX such as `flax.nnx.cond` refuses.
+        """
+        ours = self._variables()
+        given = {path: x.get_value() for path, x in ours.items()}
+        given = {path: x for path, x in given.items() if path[0] not in without}
+        out, updates = self.linen.apply(
+            traverse_util.unflatten_dict(given), *args, mutable=list(mutable), **kwargs
+        )
+        for path, value in traverse_util.flatten_dict(updates).items():
+            if path in ours:
+                ours[path].set_value(value)
+            else:
+                self._add(path, value)
+        return out
+
+    def _add(self, path: tuple[str, ...], value: Any) -> None:
+        """Adds a variable at the path of Linen."""
+        collection, name, *_ = path
+        added = {path[1:]: nnx.variable_type_from_name(collection)(value)}
+        flat = traverse_util.flatten_dict({name: vars(self).get(name, {})}) | added
+        setattr(self, name, nnx.data(traverse_util.unflatten_dict(flat)[name]))
 
     def _call(self, x: Any, *, index: Any, update_stats: bool, **kwargs: Any) -> Any:
         """Calls the module; writes the cache and, if told to, batch statistics."""
         mutable = ["batch_stats"] if update_stats else []
-        if index is not None:
-            mutable.append("cache")
-            kwargs["index"] = index
-            # Several tokens begin a sequence, possibly in a batch of another size.
-            if x.shape[1] > 1:
-                nnx.pop(self, nnx.Cache)
-        return self._apply(x, mutable=mutable or None, **kwargs)
+        if index is None:
+            return self._apply(x, mutable=mutable, **kwargs)
+        # Several tokens begin a sequence, possibly in a batch of another size.
+        without = ("cache",) if x.shape[1] > 1 else ()
+        mutable.append("cache")
+        return self._apply(x, mutable=mutable, without=without, index=index, **kwargs)
 
     def to_linen(self) -> dict[str, Any]:
         """Returns the variables of the Linen module, by collection, without cache."""
+        ours = self._without_cache()
         return traverse_util.unflatten_dict(
-            {path: variable.get_value() for path, variable in self._variables()}
+            {path: variable.get_value() for path, variable in ours.items()}
         )
 
     def update_from_linen(self, variables: Mapping[str, Any]) -> None:
@@ -143,8 +158,8 @@ class _LinenModule(nnx.bridge.ToNNX):
         Raises:
             ValueError: If they do not have the names and shapes of this module's.
         """
-        flat = traverse_util.flatten_dict(dict(variables))
-        ours = {path: variable.get_value() for path, variable in self._variables()}
+        flat, held = traverse_util.flatten_dict(dict(variables)), self._without_cache()
+        ours = {path: variable.get_value() for path, variable in held.items()}
         for path in sorted({*ours, *flat}):
             old, new = (
                 jax.tree.map(jnp.shape, tree[path]) if path in tree else "none"
@@ -156,16 +171,29 @@ class _LinenModule(nnx.bridge.ToNNX):
                     f"the variables do not fit the module: at {name} it has {old}, got "
                     f"{new}"
                 )
-        for path, variable in self._variables():
+        for path, variable in held.items():
             variable.set_value(flat[path])
 
-    def _variables(self):
-        """Returns the variables with their Linen paths."""
-        state = nnx.state(self, nnx.Not(nnx.Any(nnx.Cache, nnx.RngState)))
-        return [
-            ((nnx.variable_name_from_type(type(variable)), *path), variable)
-            for path, variable in nnx.to_flat_state(state)
-        ]
+    def _variables(self) -> dict[tuple[str, ...], nnx.Variable]:
+        """Returns the Linen module's variables by their Linen paths.
+
+        Attributes of users and of `flax.nnx.tabulate` are none of them.
+        """
+        held = {
+            name: value
+            for name, value in vars(self).items()
+            if not name.startswith(("to_nnx__", "_pytree__"))
+            and isinstance(value, dict | nnx.Variable)
+        }
+        return {
+            (nnx.variable_name_from_type(type(variable)), *path): variable
+            for path, variable in traverse_util.flatten_dict(held).items()
+            if isinstance(variable, nnx.Variable)
+        }
+
+    def _without_cache(self) -> dict[tuple[str, ...], nnx.Variable]:
+        ours = self._variables()
+        return {path: x for path, x in ours.items() if not isinstance(x, nnx.Cache)}
 
 
 def _draw(

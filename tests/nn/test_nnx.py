@@ -185,6 +185,37 @@ def test_decoding_equals_the_whole_sequence(attention, position):
     np.testing.assert_allclose(stepwise, whole, atol=2e-6)
 
 
+def test_decoding_works_in_control_flow_of_nnx():
+    """Loops and branches need the same variables before and after."""
+    options = {**SIZES, "causal": True, "grid": (N,), "rngs": nnx.Rngs(0)}
+    ours, x = MultiHeadAttention("softmax", **options), draw(2, N, DIM)
+
+    @nnx.jit
+    def decode(ours, x):
+        whole = ours(x)
+        # A cache of another batch, which the prompt replaces.
+        ours(x[:1, :2], index=1)
+        prefill = ours(x[:, :3], index=2)
+
+        def step(carry):
+            ours, i, out = carry
+            token = jax.lax.dynamic_slice_in_dim(x, i, 1, axis=1)
+            y = nnx.cond(
+                i < N,
+                lambda ours: ours(token, index=i),
+                lambda ours: jnp.zeros_like(token),
+                ours,
+            )
+            return ours, i + 1, jax.lax.dynamic_update_slice_in_dim(out, y, i, axis=1)
+
+        out = jnp.pad(prefill, [(0, 0), (0, N - 3), (0, 0)])
+        carry = (ours, jnp.int32(3), out)
+        return whole, nnx.while_loop(lambda carry: carry[1] < N, step, carry)[2]
+
+    whole, out = decode(ours, x)
+    np.testing.assert_allclose(out, whole, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("attention", "position", "options", "message"),
     [

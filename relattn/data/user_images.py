@@ -328,7 +328,13 @@ def _planes(
     """Decodes an image: one Pillow image, or one for each channel."""
     if isinstance(source, str | os.PathLike | Image.Image):
         return [_decode(source, name, channels, background)]
-    pixels = _check_array(np.asarray(source), name, channels)
+    pixels = np.asarray(source)
+    if not pixels.ndim:
+        raise ValueError(
+            f"{name} is of type {type(source).__name__}, expected a path, a Pillow "
+            "image or an array"
+        )
+    pixels = _check_array(pixels, name, channels)
     # Pillow resizes every channel alone, but weights colours by an alpha channel.
     return [Image.fromarray(plane) for plane in np.moveaxis(pixels, -1, 0)]
 

@@ -312,6 +312,8 @@ def test_images_of_two_channels_are_arrays(tmp_path, config):
     assert predicted_inputs(run, larger).shape == expected.shape
     with pytest.raises(ValueError, match=r"pass np.moveaxis\(image, 0, -1\)"):
         run.predict(np.moveaxis(data.test.images, -1, 1))
+    with pytest.raises(ValueError, match="image 1 is of type dict, expected a path, a"):
+        run.predict([data.test.images[0], {"image": data.test.images[1]}])
     with pytest.raises(ValueError, match="trained on images of 2 channels: pass array"):
         run.predict(Image.new("L", (7, 11)))
 

@@ -34,7 +34,7 @@ def check_arguments(function: Function) -> Function:
     broadcast. Masks must be boolean and have all batch axes or none. Only batch
     axes and the query axis ``n`` may be empty. Integers and booleans become float32
     where floats are annotated. Members of a tuple are checked like arguments and named
-    ``qkv[0]``. Sizes must be whole numbers, and not traced.
+    ``qkv[0]``. Sizes must be whole numbers, and sizes and flags not traced.
 
     Args:
         function: A kernel with jaxtyping annotations.
@@ -54,9 +54,10 @@ def check_arguments(function: Function) -> Function:
     signature = inspect.signature(function)
 
     @functools.cache
-    def sizes():
+    def static():
         hints = typing.get_type_hints(function)
-        return {name: hint for name, hint in hints.items() if hint in (int, int | None)}
+        kinds = (int, int | None, bool)
+        return {name: hint for name, hint in hints.items() if hint in kinds}
 
     @functools.cache
     def layouts():
@@ -68,10 +69,12 @@ def check_arguments(function: Function) -> Function:
     def checked(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         arrays, chosen = {}, {}
-        for name, hint in sizes().items():
-            size = bound.arguments.get(name, 0)
-            if size is not None or hint is int:
-                _check_whole(name, size)
+        for name, hint in static().items():
+            value = bound.arguments.get(name, 0)
+            if hint is bool:
+                _check_flag(name, value)
+            elif value is not None or hint is int:
+                _check_whole(name, value)
 
         def read(name, value, choices):
             if value is None:
@@ -241,9 +244,20 @@ def _check_whole(name, size):
     """Checks that a size is a whole number when the kernel is traced."""
     if is_symbolic_dim(size) or is_whole(size):
         return
-    traced = isinstance(size, Tracer)
-    hint = f": add {name!r} to the static_argnames of jax.jit" if traced else ""
+    hint = _static_hint(name) if isinstance(size, Tracer) else ""
     raise ValueError(f"{name} must be a whole number, got {shorten(size)}{hint}")
+
+
+def _check_flag(name, flag):
+    """Checks that a flag is known when the kernel is traced."""
+    if isinstance(flag, Tracer):
+        raise ValueError(
+            f"{name} must be True or False, got {shorten(flag)}{_static_hint(name)}"
+        )
+
+
+def _static_hint(name):
+    return f": add {name!r} to the static_argnames of jax.jit"
 
 
 def _to_array(name, x, choices):

@@ -499,6 +499,10 @@ def traced_call_with(name, **changes):
             "window must be a whole number, got .*: add 'window' to the static_arg",
         ),
         (
+            traced_call_with("softmax_attention", return_logsumexp=True),
+            "return_logsumexp must be True or False, got .*: add 'return_logsumexp' to",
+        ),
+        (
             traced_call_with("relative_attention", grid=(N,)),
             "grid must be a tuple of .*: add 'grid' to the static_argnames of jax.jit",
         ),

@@ -249,6 +249,27 @@ class FileTokenizer:
             )
         return np.array(ids, token_dtype(self.vocab_size))
 
+    def encode_bos(self) -> TokenIds:
+        """Returns the ids that transformers puts before a text, such as that of <s>.
+
+        Raises:
+            ValueError: If it puts none.
+        """
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        # Of an empty text, no token shows what is before it and what after it.
+        words = (id for word, id in vocabulary.items() if word.isalnum())
+        word = next((id for id in words if id not in added), None)
+        text = "a" if word is None else self.decode([word])
+        found = self._tokenizer.encode(text, add_special_tokens=True)
+        size = [*found.special_tokens_mask, 0].index(0)
+        if not size:
+            raise ValueError(
+                f"the tokenizer {self.name!r} puts no token before a text: leave out "
+                "bos"
+            )
+        return np.array(found.ids[:size], token_dtype(self.vocab_size))
+
     def _known_symbols(self, tokenizers: Any, ids: dict[str, int]) -> set[str]:
         """Returns the symbols that have a token; an empty set if no other is lost.
 

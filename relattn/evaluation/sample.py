@@ -50,6 +50,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "all",
     )
     add("--stop", default="", help="text of the token that ends a sample")
+    add(
+        "--bos",
+        action="store_true",
+        help="begin with the tokens that the tokenizer.json puts before a text, such "
+        "as <s>, as transformers does",
+    )
     add("--seed", type=int, default=0, help="seed of the draws")
     add("--checkpoint", default="best", help="best or latest")
     add("--context_length", type=int, help=command.CONTEXT_HELP)
@@ -68,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         top_k=given.top_k,
         top_p=given.top_p,
         stop=given.stop,
+        bos=given.bos,
         seed=given.seed,
         bpe_dir=given.bpe_dir,
     )

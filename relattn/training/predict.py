@@ -247,6 +247,7 @@ def generate(
     top_k: int,
     top_p: float,
     stop: str,
+    bos: bool,
     seed: int,
     bpe_dir: str,
 ) -> str | list[str]:
@@ -256,7 +257,8 @@ def generate(
     if not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {shorten(seed)}")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    tokens = [_encode(tokenizer, text) for text in prompts]
+    first = _encode_bos(tokenizer) if bos else np.zeros(0, np.int32)
+    tokens = [np.concatenate([first, _encode(tokenizer, text)]) for text in prompts]
     lengths = [len(row) for row in tokens]
     stop_token = _stop_token(stop, tokenizer)
     out = models.generate(
@@ -277,7 +279,7 @@ def generate(
         row = row[: length + num_tokens if num_tokens else filled]
         ends = np.flatnonzero(row[length:] == stop_token)
         row = row[: length + ends[0]] if len(ends) else row
-        texts.append(tokenizer.decode(row))
+        texts.append(tokenizer.decode(row[len(first) :]))
     return texts[0] if isinstance(prompt, str) else texts
 
 
@@ -291,6 +293,15 @@ def _encode(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " n"]:
             "pass the text as UTF-8"
         )
     return tokenizer.encode(text).astype(np.int32)
+
+
+def _encode_bos(tokenizer: Tokenizer) -> Int[np.ndarray, " n"]:
+    if not isinstance(tokenizer, FileTokenizer):
+        raise ValueError(
+            f"bos is for a {TOKENIZER_FILE} of Hugging Face, but the tokenizer is "
+            f"{tokenizer.name!r}: leave out bos"
+        )
+    return tokenizer.encode_bos().astype(np.int32)
 
 
 def _stop_token(stop: str, tokenizer: Tokenizer) -> int | None:

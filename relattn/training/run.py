@@ -267,6 +267,7 @@ class Run:
         top_k: int = 0,
         top_p: float = 1.0,
         stop: str = "",
+        bos: bool = False,
         seed: int = 0,
         bpe_dir: str = "",
     ) -> str: ...
@@ -285,13 +286,15 @@ class Run:
         top_k: int = 0,
         top_p: float = 1.0,
         stop: str = "",
+        bos: bool = False,
         seed: int = 0,
         bpe_dir: str = "",
     ) -> str | list[str]:
         """Continues a text, or several, with a run on text.
 
         Args:
-            prompt: A text to continue, at least one token, or a list of texts.
+            prompt: A text to continue, or a list of texts: at least one token, or
+                ``bos``.
             num_tokens: Number of tokens to draw; 0 fills the model's context. More than
                 fit into the context are drawn window by window, see
                 `relattn.models.generate`.
@@ -301,6 +304,9 @@ class Run:
                 at least ``top_p``; 1 for all.
             stop: A text of one token that ends the continuation, which leaves it out;
                 "" for the tokenizer's end of text, if it has one.
+            bos: Whether the model reads the tokens that the ``tokenizer.json`` puts
+                before a text, such as ``<s>``, as in transformers. They take room in
+                the context, and the text leaves them out.
             seed: Seed of the draws.
             bpe_dir: Folder of the tokenizer's files; "" for that of training.
 
@@ -318,6 +324,7 @@ class Run:
             top_k=top_k,
             top_p=top_p,
             stop=stop,
+            bos=bos,
             seed=seed,
             bpe_dir=bpe_dir,
         )

@@ -237,6 +237,20 @@ def test_a_file_encodes_whole_texts_without_special_tokens(tmp_path):
     assert tokenizer.encode("bab").tolist() == [SPACE, 3, 2, 3]
     with pytest.raises(ValueError, match="token id 6 is out of range, expected 0 to 5"):
         tokenizer.decode([6])
+    # The template has </s> before a text; here also after it.
+    assert tokenizer.encode_bos().tolist() == [0]
+    template = json.loads(file.read_text())["post_processor"]
+    for single, expected in (
+        ([*template["single"], template["single"][0]], [0]),
+        (template["single"][::-1], None),
+    ):
+        other = tmp_path / "other.json"
+        write_tokenizer(other, post_processor={**template, "single": single})
+        if expected is None:
+            with pytest.raises(ValueError, match="no token before a text: leave out"):
+                load_tokenizer(str(other)).encode_bos()
+        else:
+            assert load_tokenizer(str(other)).encode_bos().tolist() == expected
     again = load_tokenizer(tokenizer.name, str(tmp_path))
     assert again.encode("b").tolist() == [SPACE, 3]
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn import training
+from relattn import models, training
 from relattn.data import ImageInfo
 from relattn.data.tokenizers import FILE_PREFIX, ByteTokenizer
 from relattn.evaluation import perplexity
 from relattn.evaluation import sample as sample_lib
 from relattn.evaluation.report import report
+from relattn.manifest import tokenizer_name
 from relattn.models.pretrained import abstract, build, save_pretrained
 from relattn.training import predict, saved_run
 from tests.helpers.export import unchecked_annotations
@@ -115,6 +116,10 @@ def test_command_prints_the_text(workdir, capsys):
         ([f"--seed={10**30}"], "seed must be from 0 to"),
         (["--prompt="], "needs a prompt of at least one token"),
         (["--top_k=-1"], "top_k must be from 0 (all) to 256"),
+        (
+            ["--bos"],
+            "bos is for a tokenizer.json of Hugging Face, but the tok",
+        ),
         (["--top_k=257"], "top_k must be from 0 (all) to 256"),
         (["--temperature=nan"], "--temperature: must be a finite number, got 'nan'"),
         (["--temperature=inf"], "--temperature: must be a finite number, got 'inf'"),
@@ -188,6 +193,45 @@ def test_a_saved_model_continues_text(workdir, tmp_path, capsys):
     sample_lib.main([f"--workdir={tmp_path}", *options])
     text = run.generate("To be", num_tokens=19, temperature=0.0)
     assert capsys.readouterr().out.rstrip("\n") == text.rstrip("\n")
+
+
+def test_a_text_begins_with_the_tokens_that_its_tokenizer_puts_before_it(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"<s>": 0, "a": 1, "b": 2}, [], unk_token="<s>")
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    content = (tmp_path / "tokenizer.json").read_bytes()
+    model = {"name": "gpt", "dim": 4, "num_heads": 2, "num_layers": 1, "mlp_dim": 4}
+    config = {"model": model, "vocab_size": 3, "context_length": 7}
+    config["tokenizer"] = tokenizer_name(content)
+    module = build(config)
+    variables = module.init(jax.random.key(3), jnp.zeros((1, 7), jnp.int32))
+    variables = jax.tree.map(lambda x: 9 * np.asarray(x), variables)
+    save_pretrained(tmp_path, config, variables, tokenizer=content)
+    run = saved_run.load_text_run(tmp_path)
+    prompts = ["ab", "b", ""]
+    texts = run.generate(prompts, num_tokens=4, temperature=0.0, bos=True, stop="b")
+    expected = models.generate(
+        module,
+        variables,
+        [[0, 1, 2], [0, 2], [0]],
+        4,
+        key=jax.random.key(0),
+        temperature=0.0,
+        stop_token=2,
+    )
+    for text, prompt, row in zip(texts, prompts, expected, strict=True):
+        drawn = np.asarray(row)[1 + len(prompt) :][:4].tolist()
+        drawn = drawn[: drawn.index(2)] if 2 in drawn else drawn
+        assert text == prompt + "".join(["<s>", "a"][token] for token in drawn)
+    plain = run.generate(prompts[:2], num_tokens=4, temperature=0.0, stop="b")
+    assert plain != texts[:2]
 
 
 def test_few_windows_of_a_large_vocabulary_make_a_batch(workdir, tmp_path, monkeypatch):

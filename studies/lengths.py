@@ -2,9 +2,9 @@
 
 ``python -m studies.lengths --workdir RUN ... --output=DIR``, from the project's root,
 measures the loss of each run on its validation text, cut into windows of several
-lengths, and writes ``lengths.json``, ``lengths.md`` and ``lengths.png``. Runs of the
-same attention and position, which differ in their seed, are averaged; of seeds that
-were trained together, the first counts.
+lengths, and writes ``lengths.json``, ``lengths.md`` and ``lengths.png``. Runs that
+differ only in their seed are averaged; of seeds that were trained together, the first
+counts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from tqdm import tqdm
 
 from relattn import command
 from relattn.evaluation.figures import plain, save_figure
+from relattn.evaluation.shift import recipe
+from relattn.evaluation.shift_runs import run_names
 from relattn.files import replace_file
 from relattn.markdown import markdown_table
 from relattn.training.saved_run import load_text_run
@@ -36,16 +38,27 @@ def measure(workdirs: Sequence[str | Path], lengths: Sequence[int]) -> dict[str,
         lengths: Numbers of tokens in a window.
 
     Returns:
-        What ``lengths.json`` holds: the lengths, and a row for each attention and
-        position with the seeds, the length of training, and by seed and length the loss
-        in nats per token; None for a length that the model cannot have.
+        What ``lengths.json`` holds: the lengths, and a row for each recipe, of runs
+        that differ only in their seed, with its attention and position, the names of
+        the runs, the seeds, the length of training, and by seed and length the loss in
+        nats per token; None for a length that the model cannot have.
+
+    Raises:
+        ValueError: If a run is given twice.
     """
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    folders = [Path(workdir).resolve() for workdir in workdirs]
+    for workdir, folder in zip(workdirs, folders, strict=True):
+        if folders.count(folder) > 1:
+            # It would count as two runs that differ in their seed.
+            raise ValueError(f"--workdir={workdir} is given twice: pass it once")
+    rows: dict[str, dict[str, Any]] = {}
+    names = run_names(workdirs)
     bar = tqdm(total=len(workdirs) * len(lengths), unit=" losses", disable=None)
-    for workdir in workdirs:
+    for workdir, name in zip(workdirs, names, strict=True):
         run = load_text_run(workdir)
-        key = run.config.model.attention, run.config.model.position
-        row = rows.setdefault(key, {"seeds": [], "trained": [], "losses": []})
+        new = {key: run.config.model[key] for key in ("attention", "position")}
+        new |= {"runs": [], "seeds": [], "trained": [], "losses": []}
+        row = rows.setdefault(recipe(run), new)
         losses: list[float | None] = []
         for length in lengths:
             try:
@@ -58,17 +71,23 @@ def measure(workdirs: Sequence[str | Path], lengths: Sequence[int]) -> dict[str,
             else:
                 losses.append(resized.evaluate(split="validation")["loss"])
             bar.update()
+        row["runs"].append(name)
         row["seeds"].append(run.config.seed)
         row["trained"].append(run.model.context_length)
         row["losses"].append(losses)
     bar.close()
-    names = ("attention", "position")
-    listed = [dict(zip(names, key, strict=True)) | row for key, row in rows.items()]
-    return {"lengths": list(lengths), "rows": listed}
+    return {"lengths": list(lengths), "rows": [*rows.values()]}
+
+
+def _position(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """Returns a row's position, with its runs if another row has the same model."""
+    models = [(other["attention"], other["position"]) for other in results["rows"]]
+    alike = models.count((row["attention"], row["position"]))
+    return row["position"] + f" [{' '.join(row['runs'])}]" * (alike > 1)
 
 
 def lengths_table(results: Mapping[str, Any]) -> str:
-    """Makes a table with a row for each attention and position.
+    """Makes a table with a row for each recipe.
 
     Args:
         results: What `measure` returns.
@@ -86,7 +105,7 @@ def lengths_table(results: Mapping[str, Any]) -> str:
     lines = [
         [
             row["attention"],
-            row["position"],
+            _position(row, results),
             *map(_cell, zip(*row["losses"], strict=True)),
         ]
         for row in results["rows"]
@@ -105,19 +124,20 @@ def _cell(losses: Sequence[float | None]) -> str:
 
 
 def plot_lengths(results: Mapping[str, Any], path: Path) -> None:
-    """Plots the mean loss of each attention and position against the length.
+    """Plots the mean loss of each recipe against the length.
 
     Args:
         results: What `measure` returns.
         path: The figure.
     """
     attentions = list(dict.fromkeys(row["attention"] for row in results["rows"]))
+    rows = [row | {"position": _position(row, results)} for row in results["rows"]]
     # A position has the same colour in all panels.
-    positions = list(dict.fromkeys(row["position"] for row in results["rows"]))
+    positions = list(dict.fromkeys(row["position"] for row in rows))
     figure = Figure(figsize=(1 + 5 * len(attentions), 4.5), layout="constrained")
     panels = figure.subplots(1, len(attentions), sharey=True, squeeze=False)[0]
     for panel, attention in zip(panels, attentions, strict=True):
-        chosen = [row for row in results["rows"] if row["attention"] == attention]
+        chosen = [row for row in rows if row["attention"] == attention]
         for row in chosen:
             # Not a number, where there is no loss, is not drawn.
             losses = np.array(row["losses"], float).mean(axis=0)

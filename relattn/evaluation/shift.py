@@ -361,7 +361,7 @@ def shifted_predictions(
         model=run.config.model.name,
         attention=getattr(run.model, "attention", ""),
         position=getattr(run.model, "position", ""),
-        recipe=_recipe(run),
+        recipe=recipe(run),
         shifts=shifts,
         predicted=predicted[:, : len(shifts)].T,
         random_predicted=predicted[:, len(shifts) :].T,
@@ -432,7 +432,16 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
     return shift
 
 
-def _recipe(run: Run) -> str:
+def recipe(run: Run) -> str:
+    """Returns what runs that differ only in their seed have in common.
+
+    Args:
+        run: A run.
+
+    Returns:
+        The configuration without the seed and the keys that change no result, and a
+        hash of the training data, as text.
+    """
     config = flatten(run.config)
     same = {
         key: config[key] for key in config if key not in (*MAY_CHANGE_ON_RESUME, "seed")

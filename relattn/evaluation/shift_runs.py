@@ -100,12 +100,7 @@ def open_shift_runs(
         workdirs = [workdirs]
     if not workdirs:
         raise ValueError("no run: name at least one folder by --workdir")
-    names = [Path(workdir).name for workdir in workdirs]
-    if len(set(names)) < len(names):
-        # Without the folders of this machine that all have.
-        paths = [Path(workdir).absolute() for workdir in workdirs]
-        common = os.path.commonpath([path.parent for path in paths])
-        names = [path.relative_to(common).as_posix() for path in paths]
+    names = run_names(workdirs)
     # All runs are checked before the first data set is loaded.
     opened = [open_run(workdir, checkpoint, image_size) for workdir in workdirs]
     for saved in opened:
@@ -133,6 +128,29 @@ def open_shift_runs(
             )
         runs.append(ShiftRun(name, saved, source.info.name, split))
     return runs
+
+
+def run_names(workdirs: Sequence[str | Path]) -> list[str]:
+    """Returns short names of runs, those of their folders if these are different.
+
+    Args:
+        workdirs: The run directories.
+
+    Returns:
+        The names; where those of two folders are equal, the paths below the folder that
+        all runs share.
+
+    Example:
+        >>> run_names(["runs/a", "runs/b"]), run_names(["runs/a/0", "runs/b/0"])
+        (['a', 'b'], ['a/0', 'b/0'])
+    """
+    names = [Path(workdir).name for workdir in workdirs]
+    if len(set(names)) == len(names):
+        return names
+    # Without the folders of this machine that all have.
+    paths = [Path(workdir).absolute() for workdir in workdirs]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [path.relative_to(common).as_posix() for path in paths]
 
 
 def check_runs(runs: Sequence[ShiftRun]) -> None:

@@ -12,13 +12,13 @@ from studies import lengths
 from studies.lengths import lengths_table
 
 
-def train(position, seed, folder):
+def train(position, seed, folder, dim=4):
     get_config = importlib.import_module("configs.translution_gpt").get_config
     config = get_config("smoke,self_attention")
     with config.unlocked():
         config.update(num_steps=1, progress=False, seed=seed, eval_batch_size=512)
         config.model.update(
-            dim=4, num_heads=1, num_layers=1, mlp_dim=3, position=position
+            dim=dim, num_heads=1, num_layers=1, mlp_dim=3, position=position
         )
         config.data.context_length = 13
     training.train_and_evaluate(config, folder, devices=jax.local_devices()[:1])
@@ -31,11 +31,12 @@ def test_losses_of_windows_by_position(tmp_path, capsys):
         train("rope1d", 0, tmp_path / "a"),
         train("relative_bias", 0, tmp_path / "b"),
         train("rope1d", 1, tmp_path / "c"),
+        train("rope1d", 1, tmp_path / "d", dim=6),
     ]
     options = ["--lengths", "7", "29", f"--output={tmp_path / 'out'}"]
     lengths.main(["--workdir", *folders, *options])
     results = json.loads((tmp_path / "out" / "lengths.json").read_text())
-    rope, bias = results["rows"]
+    rope, bias, wide = results["rows"]
     assert (rope["position"], rope["seeds"], rope["trained"]) == (
         "rope1d",
         [0, 1],
@@ -49,7 +50,13 @@ def test_losses_of_windows_by_position(tmp_path, capsys):
     mean, std = np.mean(rope["losses"], 0), np.std(rope["losses"], 0, ddof=1)
     cells = " | ".join(f"{m:.3f} ± {s:.3f}" for m, s in zip(mean, std, strict=True))
     table = lengths_table(results)
-    assert f"| softmax | rope1d | {cells} |" in table
-    assert table.splitlines()[-1].endswith(" | – |")
+    # Runs of another size are not runs of another seed.
+    assert f"| softmax | rope1d [a c] | {cells} |" in table
+    losses = " | ".join(f"{loss:.3f}" for loss in wide["losses"][0])
+    assert f"| softmax | rope1d [d] | {losses} |" in table
+    assert table.splitlines()[-2].endswith(" | – |")
     assert capsys.readouterr().out.endswith(table + "\n")
     assert (tmp_path / "out" / "lengths.png").stat().st_size > 1000
+    with pytest.raises(SystemExit):
+        lengths.main(["--workdir", folders[0], folders[0] + "/", *options])
+    assert "is given twice: pass it once" in capsys.readouterr().err

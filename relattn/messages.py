@@ -51,8 +51,10 @@ def closest(name: Any, names: Collection[str]) -> str:
     Example:
         >>> closest("favour", ["favor", "softmax"])
         "did you mean 'favor'? Available: favor, softmax"
+        >>> closest("width", [])
+        'available: none'
     """
-    listed = "available: " + ", ".join(sorted(names))
+    listed = "available: " + (", ".join(sorted(names)) or "none")
     similar = difflib.get_close_matches(
         str(name)[:MAX_SHOWN], list(names), n=1, cutoff=0.5
     )

@@ -363,7 +363,11 @@ def check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
     # A device raises no error on a label out of range: the loss is silently wrong.
     if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
         first, last = int(labels.min()), int(labels.max())
-        fix = ": pass labels - 1" if first == 1 and last == num_classes else ""
+        fix = ""
+        if last - first == num_classes - 1:
+            fix = f": pass labels {'-' if first > 0 else '+'} {abs(first)}"
+        elif first < 0:
+            fix = ": leave out examples without a label"
         raise ValueError(
             f"the labels of {name} are from {first} to {last}, expected 0 to "
             f"{num_classes - 1}{fix}"

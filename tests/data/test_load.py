@@ -142,6 +142,8 @@ def test_a_source_of_relattn_is_not_replaced():
         ),
         ({"class_names": ["a", "a"]}, "class_names has 'a' twice: give each class"),
         ({"labels": np.array([1, 2, 1, 1, 1, 1, 2])}, "0 to 1: pass labels - 1"),
+        ({"labels": np.array([-1, 0, 0, 0, 0, 0, 0])}, r"0 to 1: pass labels \+ 1$"),
+        ({"labels": np.array([-1, 0, 1, 0, 0, 0, 0])}, "1: leave out examples without"),
         ({"augment": "rotat"}, "augment 'rotat': did you mean 'rotate'"),
         ({"test_labels": None}, "test_images and test_labels need each other: pass"),
         ({"test_images": None}, "test_images and test_labels need each other: pass"),

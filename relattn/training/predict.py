@@ -411,6 +411,9 @@ def read_text_split(
     if len(tokens) < 2:
         raise ValueError(f"{path} has {len(tokens)} tokens: pass at least 2")
     first = tokenizer.decode(tokens[:1])
+    if not text.startswith(" "):
+        # Some tokenizers put a space before a text.
+        first = first.removeprefix(" ")
     # A token that ends inside a character decodes to U+FFFD; a byte is one byte.
     skipped = 1 if tokenizer.name == "bytes" else len(first.encode())
     # That of an unknown word may be longer than the text.

@@ -338,6 +338,22 @@ def test_another_context_length(workdir, tmp_path, capsys, length):
         saved_run.load_text_run(folder, context_length=0)
 
 
+def test_a_space_that_a_tokenizer_puts_before_a_text_is_no_byte_of_it(
+    workdir, tmp_path, monkeypatch
+):
+    words = SimpleNamespace(
+        name="words",
+        vocab_size=256,
+        encode=lambda text: np.arange(1 + text.strip().count(" "), dtype=np.uint16),
+        decode=lambda tokens: "".join([" to", " be"][i] for i in tokens),
+    )
+    monkeypatch.setattr(predict, "read_tokenizer", lambda *arguments: words)
+    run = training.load_run(workdir)
+    for text in ("to be", " to be"):
+        (tmp_path / "a.txt").write_text(text)
+        assert predict.read_text_split(run, tmp_path / "a.txt")[1] == len(" be")
+
+
 def test_an_unknown_word_longer_than_the_text(workdir, tmp_path, monkeypatch):
     words = SimpleNamespace(
         name="words",

@@ -145,12 +145,13 @@ def scale_backward(
     # `jax.closure_convert` would leave integers and keys in the closure, from where
     # those of a scan's step escape.
     closed, results = jax.make_jaxpr(function, return_shape=True)(values, *arguments)
+    # JAX keeps the function that it calls, and all that this one refers to.
+    jaxpr, structure, num = closed.jaxpr, jax.tree.structure(results), len(arguments)
 
     def converted(values, *inputs):
-        inputs, constants = inputs[: len(arguments)], inputs[len(arguments) :]
+        inputs, constants = inputs[:num], inputs[num:]
         leaves = jax.tree.leaves((values, inputs))
-        leaves = eval_jaxpr(closed.jaxpr, constants, *leaves)
-        return jax.tree.unflatten(jax.tree.structure(results), leaves)
+        return jax.tree.unflatten(structure, eval_jaxpr(jaxpr, constants, *leaves))
 
     return _call(converted, values, arguments, closed.consts)
 

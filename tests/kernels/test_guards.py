@@ -234,6 +234,17 @@ def test_scaling_the_backward_pass_changes_no_gradient(dtype):
         )
 
 
+def test_scaling_of_cotangents_keeps_no_tracers():
+    w, x = normal(1, 4, 2), normal(0, 3, 2)
+
+    def loss(w, x):
+        return scale_backward(lambda v, x: w[0] * v * x, x, x).sum()
+
+    with jax.checking_leaks():
+        jax.jit(loss).trace(w, x)
+        jax.jit(jax.grad(loss)).trace(w, x)
+
+
 def test_feature_maps_in_a_scan_may_close_over_integers_and_keys():
     x, w = normal(0, 3, 2), normal(1, 4, 2)
     rows, keys = np.array([[0, 2], [3, 1]]), jax.random.split(jax.random.key(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -256,7 +256,8 @@ def generate(
     context_length = require_kind(run, "tokens").context_length
     if not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"seed must be from 0 to {LARGEST_SEED}, got {shorten(seed)}")
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    is_list = isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes)
+    prompts: list[Any] = list(prompt) if is_list else [prompt]
     first = _encode_bos(tokenizer) if bos else np.zeros(0, np.int32)
     tokens = [np.concatenate([first, _encode(tokenizer, text)]) for text in prompts]
     lengths = [len(row) for row in tokens]

@@ -91,6 +91,7 @@ def test_a_stop_text_ends_the_continuation(workdir):
 def test_what_is_no_text_is_refused(workdir, text, message):
     run = training.load_run(workdir)
     for call in (
+        lambda: run.generate(text),
         lambda: run.generate(["To be", text]),
         lambda: run.generate("To be", stop=text),
         lambda: run.attention_weights(text),

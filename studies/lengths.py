@@ -82,8 +82,9 @@ def measure(workdirs: Sequence[str | Path], lengths: Sequence[int]) -> dict[str,
 def _position(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Returns a row's position, with its runs if another row has the same model."""
     models = [(other["attention"], other["position"]) for other in results["rows"]]
-    alike = models.count((row["attention"], row["position"]))
-    return row["position"] + f" [{' '.join(row['runs'])}]" * (alike > 1)
+    if models.count((row["attention"], row["position"])) == 1:
+        return row["position"]
+    return f"{row['position']} [{' '.join(row['runs'])}]"
 
 
 def lengths_table(results: Mapping[str, Any]) -> str:

@@ -47,6 +47,7 @@ from relattn.kernels.sums import (
     attend_pairs,
     attend_sums,
     check_causal,
+    check_state,
     empty_causal_state,
     empty_state,
     key_state,
@@ -322,7 +323,7 @@ def causal_linear_attention(
     Raises:
         ValueError: If shapes or dtypes do not fit together, ``chunk_size`` is less than
             one, the features have neither a bound nor one exponent per token, or the
-            state has other shapes.
+            state is no `LinearState` or has other shapes.
 
     Example:
         >>> from relattn.kernels import draw_orthogonal, positive_features
@@ -347,6 +348,7 @@ def causal_linear_attention(
     chunk_size = platform_defaults().causal_chunk if is_default else chunk_size
     check_size("chunk_size", chunk_size)
     check_feature_maps(feature_map, q, k)
+    check_state(state)
     q = finite_masked(q, key_mask)
     # Queries may have more batch axes: sums of keys that they share exist once.
     per_token = [x for x in (key_mask, segment_ids) if x is not None]

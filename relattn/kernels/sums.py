@@ -153,6 +153,15 @@ def attend_pairs(
     return divide_sums((numerator, normalizer), magnitudes, v.dtype)
 
 
+def check_state(state: Any) -> None:
+    """Raises ValueError unless a state is a `LinearState`, or None."""
+    if not isinstance(state, LinearState | None):
+        raise ValueError(
+            f"the state is a {type(state).__name__}, expected LinearState: restore a "
+            "checkpoint with the state or cache of an earlier call as its template"
+        )
+
+
 def check_causal(features: Any) -> None:
     """Raises ValueError if the shift of the features needs later tokens."""
     one_exponent = features.values is not None and features.exponents.shape[-1] == 1

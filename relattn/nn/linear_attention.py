@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from relattn.kernels import banded, feature_maps, linear, random_projections, toeplitz
 from relattn.kernels.feature_maps import unit_norm
-from relattn.kernels.sums import empty_causal_state
+from relattn.kernels.sums import check_state, empty_causal_state
 from relattn.messages import check_choice
 from relattn.nn.attention import Context, MultiHeadAttention, grouped, split_heads
 from relattn.nn.blocks import uniform
@@ -152,6 +152,7 @@ class LinearAttention(MultiHeadAttention):
         assert context.index is not None
         feature_map = self.feature_map(q.shape[-1])
         state, key_mask = self.get_variable("cache", "state"), None
+        check_state(state)
         if q.shape[-2] > 1:
             # The state must not include padding.
             state, key_mask = None, jnp.arange(q.shape[-2]) <= context.index

@@ -286,6 +286,8 @@ def test_state_of_other_shapes_raises(chunk_size):
         attend(*(jnp.stack([x] * 3) for x in inputs), feature_map("relu"))
     with pytest.raises(ValueError, match=message.format("2, 26, 4")):
         attend(*inputs, feature_map("trigonometric"))
+    with pytest.raises(ValueError, match="the state is a dict, expected LinearState"):
+        attend(*inputs, feature_map("relu"), state=state._asdict())
 
 
 def test_chunk_size_must_be_positive():

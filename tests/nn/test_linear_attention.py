@@ -106,6 +106,22 @@ def test_random_features_restored_without_a_template_raise():
         jax.eval_shape(make(layer=0).apply, state, x)
 
 
+def test_a_state_restored_without_a_template_raises():
+    make, _ = build("relu", "none", dim=DIM, num_heads=HEADS, num_layers=1, causal=True)
+    apply = functools.partial(make(layer=0).apply, grid=(N,), mutable=["cache"])
+
+    def decode(x):
+        x = x[:, :1]
+        variables = make(layer=0).init(jax.random.key(0), x)
+        _, cache = apply(variables, x, index=0)
+        return apply(
+            {**variables, **flax.serialization.to_state_dict(cache)}, x, index=1
+        )
+
+    with pytest.raises(ValueError, match="state is a dict, expected LinearState: rest"):
+        jax.eval_shape(decode, jax.ShapeDtypeStruct((1, N, DIM), jnp.float32))
+
+
 def test_default_num_features_is_d_ln_d_and_layers_are_scannable():
     make, _ = build("relu", "none", dim=32, num_heads=2, num_layers=1)
     x = np.ones((1, N, 32), np.float32)

@@ -146,7 +146,7 @@ def _add_preprocessing(
     if source == "timm":
         found = preprocessing.timm_preprocessing(settings, height)
     elif source.startswith("hf_"):
-        found = preprocessing.hf_preprocessing(folder, height)
+        found = preprocessing.hf_preprocessing(folder, height, source)
     if found is not None:
         config["preprocessing"] = preprocessing.with_channels(found, channels)
 

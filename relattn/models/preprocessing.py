@@ -10,6 +10,7 @@ the resize; and ``mean`` and ``std`` of each channel for values in [0, 1]. With
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from typing import Any
 from relattn.json_files import Range, check_json, read_json
 from relattn.messages import check_choice, shorten
 from relattn.models.source_configs import read_settings
-from relattn.models.source_keys import HF_PROCESSOR
+from relattn.models.source_keys import (
+    HF_OWN_PROCESSORS,
+    HF_PROCESSOR,
+    HF_PROCESSORS,
+    Processor,
+)
 
 # Pillow's filters, by transformers' numbers.
 INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
@@ -81,7 +87,9 @@ def timm_preprocessing(
     )
 
 
-def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
+def hf_preprocessing(
+    folder: Path, image_size: int, source: str
+) -> dict[str, Any] | None:
     """Returns the preprocessing of transformers' ``preprocessor_config.json``.
 
     If the images that the file describes are of another size than the model's, as those
@@ -90,6 +98,8 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
     Args:
         folder: The checkpoint's folder.
         image_size: Side of the model's images.
+        source: The ``--source``, whose class prepares the images if the file names
+            none.
 
     Returns:
         The preprocessing; None if there is neither such a file nor a
@@ -102,13 +112,17 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
     if given is None:
         return None
     _check_hf(given)
-    resized, squash = _hf_size(given, image_size)
-    for key in ("resample", "image_mean", "image_std"):
+    processor = _hf_processor(given, source)
+    needed = ["size", "resample", "image_mean", "image_std"]
+    if given.get("do_center_crop", processor.crop):
+        needed.append("crop_size")
+    for key in needed:
         if key not in given:
             raise ValueError(
                 f"{PREPROCESSOR} has no {key}, whose default depends on the class: add "
                 "it, or remove the file to convert without it"
             )
+    resized, squash = _hf_size(given, image_size, processor)
     return _checked(
         {
             "resized": resized,
@@ -134,7 +148,21 @@ def _read_hf(folder: Path) -> dict[str, Any] | None:
         return None
     if given is None:
         return None
+    # For transformers, null is not the default of a step but leaves it out.
+    given = {
+        key: False if value is None and key.startswith("do_") else value
+        for key, value in given.items()
+    }
     return read_settings(given, HF_PROCESSOR, PREPROCESSOR, "preprocessing")
+
+
+def _hf_processor(given: Mapping[str, Any], source: str) -> Processor:
+    """Returns the class that prepares the images."""
+    for key in ("image_processor_type", "feature_extractor_type"):
+        if key in given:
+            name = re.split("ImageProcessor|FeatureExtractor", given[key])[0]
+            return HF_PROCESSORS[name]
+    return HF_PROCESSORS[HF_OWN_PROCESSORS[source]]
 
 
 def _check_hf(given: Mapping[str, Any]) -> None:
@@ -150,7 +178,10 @@ def _check_hf(given: Mapping[str, Any]) -> None:
         "image_mean?": SCHEMA["mean"],
         "image_std?": SCHEMA["std"],
         "rescale_factor?": Range(0, 1, float),
+        "image_processor_type?": str,
+        "feature_extractor_type?": str,
         "do_center_crop?": bool,
+        "default_to_square?": bool,
         "crop_size?": (_SIDE, {"height": _SIDE, "width": _SIDE}),
     }
     check_json(given, schema, PREPROCESSOR)
@@ -162,39 +193,43 @@ def _check_hf(given: Mapping[str, Any]) -> None:
         )
 
 
-def _hf_size(given: Mapping[str, Any], image_size: int) -> tuple[int, bool]:
+def _hf_size(
+    given: Mapping[str, Any], image_size: int, processor: Processor
+) -> tuple[int, bool]:
     """Returns the resized side, and whether images are squashed to a square."""
-    size = given.get("size", image_size)
-    sides = size if isinstance(size, dict) else {"shortest_edge": size}
-    squash = "shortest_edge" not in sides
-    if not squash:
-        resized = sides["shortest_edge"]
-        # A number meant a square where nothing is cropped.
-        squash = not isinstance(size, dict) and not given.get("do_center_crop", False)
-    elif sides.get("width") == sides.get("height"):
-        resized = sides.get("height")
+    size = given["size"]
+    if type(size) is int:
+        square = given.get("default_to_square", processor.square)
+        sides = {"height": size, "width": size} if square else {"shortest_edge": size}
     else:
-        resized = None
-    if len(sides) != (1 if "shortest_edge" in sides else 2):
-        # Such as longest_edge, which limits the other side.
-        resized = None
-    crop = given.get("crop_size") if given.get("do_center_crop", not squash) else None
-    if isinstance(crop, dict):
-        if crop["height"] != crop["width"]:
-            raise ValueError(
-                f"{PREPROCESSOR} has crop_size={shorten(crop)}, and relattn's "
-                "preprocessing crops squares: remove the file to convert without it"
-            )
-        crop = crop["height"]
-    if type(resized) is int and crop:
-        resized = round(resized * image_size / crop)
-    if type(resized) is not int or resized < image_size:
+        sides = size if isinstance(size, dict) else {}
+    values = list(sides.values())
+    # Such as longest_edge, which limits the other side.
+    known = set(sides) in ({"shortest_edge"}, {"height", "width"})
+    resized = values[0] if known and values[0] == values[-1] else None
+    squash = "shortest_edge" not in sides
+    crop = None
+    if given.get("do_center_crop", processor.crop):
+        crop = given["crop_size"]
+        if isinstance(crop, dict):
+            if crop["height"] != crop["width"]:
+                raise ValueError(
+                    f"{PREPROCESSOR} has crop_size={shorten(crop)}, and relattn's "
+                    "preprocessing crops squares: remove the file to convert without it"
+                )
+            crop = crop["height"]
+    elif not squash:
+        raise ValueError(
+            f"{PREPROCESSOR} has size={shorten(size)} and crops nothing, so that "
+            "images keep their shape, and relattn's preprocessing makes squares: "
+            "remove the file to convert without it"
+        )
+    if type(resized) is not int or resized < (crop or 1):
         raise ValueError(
             f"{PREPROCESSOR} has size={shorten(size)}, expected one side of at "
-            f"least {image_size} pixels, that of the model's images: correct it, or "
-            "remove the file"
+            f"least {crop or 1} pixels: correct it, or remove the file"
         )
-    return resized, squash
+    return round(resized * image_size / (crop or resized)), squash
 
 
 def write_timm_preprocessing(

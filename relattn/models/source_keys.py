@@ -330,12 +330,38 @@ VALUES = {
     "mlp_ratio": Range(1e-3, 1e3, float),
 }
 
+
+class Processor(NamedTuple):
+    """What a class of transformers does with images where its file does not say.
+
+    Attributes:
+        square: Whether a number as ``size`` is both sides, not the shorter one.
+        crop: Whether images are cropped.
+    """
+
+    square: bool
+    crop: bool
+
+
 # The classes of transformers that resize, crop and scale as `Pretrained.preprocess`.
-_HF_PROCESSORS = ("ViT", "CLIP", "Siglip", "Bit", "DeiT")
+HF_PROCESSORS = {
+    "ViT": Processor(square=True, crop=False),
+    "CLIP": Processor(square=False, crop=True),
+    "Siglip": Processor(square=False, crop=False),
+    "Bit": Processor(square=False, crop=True),
+    "DeiT": Processor(square=True, crop=True),
+}
+# The class of a file that names none, by the --source.
+HF_OWN_PROCESSORS = {
+    "hf_vit": "ViT",
+    "hf_dinov2": "Bit",
+    "hf_clip": "CLIP",
+    "hf_siglip": "Siglip",
+}
 # Some versions write the older name of a class under the newer key.
 _HF_PROCESSOR_CLASSES = tuple(
     f"{name}{ending}"
-    for name in _HF_PROCESSORS
+    for name in HF_PROCESSORS
     for ending in (
         "ImageProcessor",
         "ImageProcessorFast",
@@ -347,7 +373,8 @@ HF_PROCESSOR = Keys(
     read=_names(
         """
         do_resize do_rescale do_normalize do_center_crop size crop_size resample
-        rescale_factor image_mean image_std
+        rescale_factor image_mean image_std default_to_square
+        image_processor_type feature_extractor_type
         """
     ),
     fixed={
@@ -357,9 +384,8 @@ HF_PROCESSOR = Keys(
     },
     harmless=_names(
         """
-        _valid_processor_keys data_format default_to_square device disable_grouping
-        do_convert_rgb image_seq_length input_data_format pad_size processor_class
-        return_tensors
+        _valid_processor_keys data_format device disable_grouping do_convert_rgb
+        image_seq_length input_data_format pad_size processor_class return_tensors
         """
     ),
 )

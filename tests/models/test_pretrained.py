@@ -148,6 +148,46 @@ def by_pillow(pixels, resized, squash, interpolation, floor_crop=False):
             },
             FLOORED,
         ),
+        # A number is both sides for DeiT, and the shorter one for DINOv2 by default.
+        (
+            "hf_siglip",
+            "preprocessor_config.json",
+            {
+                "crop_size": 6,
+                "do_center_crop": True,
+                "feature_extractor_type": "DeiTFeatureExtractor",
+                "image_mean": MEAN,
+                "image_std": STD,
+                "resample": 3,
+                "size": 9,
+            },
+            {**FLOORED, "squash": True},
+        ),
+        (
+            "hf_dinov2",
+            "preprocessor_config.json",
+            {
+                "crop_size": 6,
+                "image_mean": MEAN,
+                "image_std": STD,
+                "resample": 3,
+                "size": 9,
+            },
+            FLOORED,
+        ),
+        # Nothing is cropped: what the model sees is the whole image.
+        (
+            "hf_clip",
+            "preprocessor_config.json",
+            {
+                "do_center_crop": None,
+                "image_mean": MEAN,
+                "image_std": STD,
+                "resample": 2,
+                "size": {"height": 9, "width": 9},
+            },
+            SQUASHED,
+        ),
         # The file prepares 12 pixels, and the model sees 6.
         (
             "hf_dinov2",
@@ -166,7 +206,16 @@ def by_pillow(pixels, resized, squash, interpolation, floor_crop=False):
             FLOORED,
         ),
     ],
-    ids=["timm", "hf_siglip", "hf_clip", "hf_dinov2", "scaled"],
+    ids=[
+        "timm",
+        "hf_siglip",
+        "hf_clip",
+        "hf_dinov2",
+        "both_sides",
+        "short_side",
+        "whole",
+        "scaled",
+    ],
 )
 def test_images_are_prepared_as_the_checkpoint_says(
     source, file, settings, expected, tmp_path
@@ -200,7 +249,15 @@ def test_images_are_prepared_as_the_checkpoint_says(
             {"do_center_crop": True, "crop_size": {"height": 6, "width": 4}},
             "crop_size=.* crops squares: remove",
         ),
-        ({"image_mean": MEAN, "image_std": STD}, "has no resample, whose default dep"),
+        ({"resample": None}, "has no resample, whose default depends on the class"),
+        ({"size": None}, "has no size, whose default"),
+        ({"crop_size": None}, "has no crop_size, whose default"),
+        ({"do_normalize": None}, "do_normalize=False, .* remove the file"),
+        ({"do_center_crop": False}, "size=7 and crops nothing, so .* remove the file"),
+        (
+            {"image_processor_type": "ViTImageProcessor", "default_to_square": False},
+            "size=7 and crops nothing",
+        ),
         ({"resample": 9}, "resample=9"),
         (
             {"size": {"shortest_edge": 7, "longest_edge": 9}},
@@ -218,7 +275,9 @@ def test_images_are_prepared_as_the_checkpoint_says(
 def test_other_preprocessing_is_refused(settings, message, tmp_path):
     shutil.copytree(FIXTURES / "hf_clip", tmp_path / "in")
     path = tmp_path / "in" / "preprocessor_config.json"
-    path.write_text(json.dumps(settings))
+    known = {"size": 7, "crop_size": 6, "resample": 3}
+    known |= {"image_mean": MEAN, "image_std": STD}
+    path.write_text(json.dumps({**known, **settings}))
     with pytest.raises(ValueError, match=message):
         convert("hf_clip", tmp_path / "in" / "model.safetensors", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -296,4 +296,4 @@ def test_preprocessing_is_read_as_it_was_written(resized, size, squash, tmp_path
     written = preprocessing.write_hf_preprocessing(values, size)
     (tmp_path / preprocessing.PREPROCESSOR).write_text(json.dumps(written))
     values["floor_crop"] = True
-    assert preprocessing.hf_preprocessing(tmp_path, size) == values
+    assert preprocessing.hf_preprocessing(tmp_path, size, "hf_vit") == values

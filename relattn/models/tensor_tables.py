@@ -369,16 +369,19 @@ def position_grid(
         )
     size = image_size(settings)
     pixels, side = ("x".join(map(str, pair)) for pair in (size, patch))
-    if size[0] % patch[0] or size[1] % patch[1]:
-        raise ValueError(
-            f"config.json has images of {pixels} pixels, which patches of {side} do "
-            "not divide"
-        )
     grid = (size[0] // patch[0], size[1] // patch[1])
     if count - math.prod(grid) not in before:
         raise ValueError(
             f"config.json has images of {pixels} pixels, which are {math.prod(grid)} "
             f"patches of {side}, but the table of positions has {count} rows"
+        )
+    # A convolution leaves out what remains at the right and at the bottom.
+    used = [steps * length for steps, length in zip(grid, patch, strict=True)]
+    if size != used:
+        raise ValueError(
+            f"config.json has images of {pixels} pixels, which patches of {side} do "
+            f"not divide: set image_size to {used}, the part of them that the model "
+            "sees"
         )
     return grid
 

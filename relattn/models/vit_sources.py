@@ -406,6 +406,12 @@ def _hf(
     )
 
 
+def _is_classifier(tensors: Tensors, settings: Mapping[str, Any]) -> bool:
+    """Returns whether a model pools as a classifier, which may lack its last layer."""
+    names = str(settings.get("architectures"))
+    return "classifier.weight" in tensors or "ForImageClassification" in names
+
+
 def hf_vit(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     """Converts ``ViTForImageClassification``, ``ViTModel`` and the encoder of MAE.
 
@@ -428,14 +434,13 @@ def hf_dinov2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     if str(settings.get("model_type")).startswith("dinov3"):
         raise ValueError(f"relattn's ViT does not have {_DINOV3}: convert DINOv2")
     tensors = read_hf_names(tensors)
-    has_head = "classifier.weight" in tensors
     return _hf(
         tensors,
         settings,
         source_keys.HF_DINOV2,
         prefix_rows=(1,),
         norm_eps=1e-6,
-        pool="cls_mean" if has_head else "cls",
+        pool="cls_mean" if _is_classifier(tensors, settings) else "cls",
         # Dinov2WithRegisters interpolates in another way than Dinov2.
         antialias=HF_NAMES.registers in tensors,
     )
@@ -447,7 +452,7 @@ def hf_clip(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     With the projection, outputs are the embeddings that are compared with a text's.
     """
     tensors = read_hf_names(tensors)
-    has_head = "classifier.weight" in tensors
+    is_classifier = _is_classifier(tensors, settings)
     return _hf(
         tensors,
         settings,
@@ -455,8 +460,8 @@ def hf_clip(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         prefix_rows=(1,),
         norm_eps=1e-5,
         # CLIPForImageClassification has no use for the last LayerNorm.
-        pool="mean" if has_head else "cls",
-        final_norm=not has_head,
+        pool="mean" if is_classifier else "cls",
+        final_norm=not is_classifier,
         activation="quick_gelu",
     )
 
@@ -464,7 +469,7 @@ def hf_clip(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
 def hf_siglip(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     """Converts the image encoder of SigLIP, from its own file or that of both."""
     tensors = read_hf_names(tensors)
-    pooled = "vit.head.probe" in tensors and "classifier.weight" not in tensors
+    pooled = "vit.head.probe" in tensors and not _is_classifier(tensors, settings)
     return _hf(
         tensors,
         settings,

@@ -477,7 +477,8 @@ GPT2 = {"n_head": HEADS}
         ("timm", {}, {**TIMM, "num_classes": 6}, "num_classes=6"),
         ("timm", {}, {**TIMM, "in_chans": 1}, "in_chans=1"),
         ("timm", {}, {**TIMM, "patch_size": 4}, r"patch_size=\[4, 4\]"),
-        ("timm", {}, {**TIMM, "image_size": [4, 7]}, "4x7 pixels, which patches of"),
+        ("timm", {}, {**TIMM, "image_size": [4, 7]}, r"4x7 pixels.* to \[4, 6\]"),
+        ("timm", {}, {**TIMM, "image_size": [9, 7]}, "9x7 pixels, which are 12 patch"),
         ("timm", {}, {**TIMM, "image_size": 8}, "8x8 pixels, which are 16 .* 7 rows"),
         ("timm", {}, {**TIMM, "temperature": 2}, "unknown: temperature"),
         ("timm", {}, {"model_args": {"ratio": 1}}, "unknown: ratio"),
@@ -678,6 +679,23 @@ def test_checkpoint_of_another_source_is_refused():
     message = "has model_type='dinov2_with_registers', which relattn's model does not"
     with pytest.raises(ValueError, match=message):
         SOURCES["hf_vit"](tensors, settings)
+
+
+def test_classifier_without_its_last_layer_pools_as_one():
+    """As transformers writes it with num_labels=0."""
+    tensors = unwrap(read_safetensors(FIXTURES / "hf_dinov2" / "model.safetensors"))
+    settings = json.loads((FIXTURES / "hf_dinov2" / "config.json").read_text())
+    settings["id2label"] = {}
+    rest = {k: x for k, x in tensors.items() if not k.startswith("classifier.")}
+    config = SOURCES["hf_dinov2"](rest, settings).config
+    assert config["num_classes"] == 0
+    assert config["model"]["pool"] == "cls_mean"
+    tensors = unwrap(read_safetensors(FIXTURES / "hf_clip" / "model.safetensors"))
+    settings = json.loads((FIXTURES / "hf_clip" / "config.json").read_text())
+    settings["architectures"] = ["CLIPForImageClassification"]
+    del tensors["visual_projection.weight"]
+    model = SOURCES["hf_clip"](tensors, settings).config["model"]
+    assert (model["pool"], model["final_norm"]) == ("mean", False)
 
 
 def test_two_models_in_one_file_are_refused():

@@ -27,9 +27,7 @@ from relattn.kernels.feature_maps import (
 from relattn.kernels.guards import (
     FLOAT32_MIN,
     divide_sums,
-    pack_residuals,
     shifted_exp,
-    unpack_residuals,
 )
 from relattn.kernels.masks import finite_masked
 from relattn.kernels.platform import vary_alike
@@ -391,11 +389,11 @@ def _ring_sum(grid, weights, x):
 
 
 def _ring_sum_forward(grid, weights, x):
-    return _ring_sum(grid, weights, x), pack_residuals((weights, x))
+    return _ring_sum.fun(grid, weights, x), (weights, x)
 
 
 def _ring_sum_backward(grid, residuals, cotangent):
-    weights, x = unpack_residuals(residuals)
+    weights, x = residuals
     rings = jnp.stack(_rings(grid, x, weights.shape[-1]), axis=-2)
     # Without the barrier XLA recomputes the rings for every weight.
     rings = jax.lax.optimization_barrier(rings)

@@ -205,25 +205,6 @@ def _call_backward(function, residuals, cotangents):
 _call.defvjp(_call_forward, _call_backward)
 
 
-def pack_residuals(tree: Any) -> Any:
-    """Returns what the forward pass of a `jax.custom_vjp` saves, of its arguments.
-
-    They are not the arguments themselves, which JAX 0.10 mistakes for other arrays
-    where it differentiates a scan twice. Not for parameters: a scan over layers would
-    keep a copy of them.
-
-    Example:
-        >>> unpack_residuals(pack_residuals((jnp.ones(3), None)))[0].tolist()
-        [1.0, 1.0, 1.0]
-    """
-    return jax.tree.map(lambda x: x[None], tree)
-
-
-def unpack_residuals(tree: Any) -> Any:
-    """Returns the arguments of `pack_residuals`."""
-    return jax.tree.map(lambda x: x[0], tree)
-
-
 def _power(arrays):
     """Returns the power of two above the finite magnitudes, the same on all devices."""
     arrays = [jax.lax.stop_gradient(x) for x in arrays if _is_float(x)]

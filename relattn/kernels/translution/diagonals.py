@@ -176,14 +176,12 @@ def _delay(x: Array, delays: Array) -> Array:
 
 
 def _delay_forward(x, delays):
-    # Not the argument itself, which JAX 0.10 mistakes for another array where it
-    # differentiates a scan twice.
-    return _delay(x, delays), (-delays, x.shape[2])
+    return _delay.fun(x, delays), (delays, x.shape[2])
 
 
 def _delay_backward(residuals, cotangent):
     delays, size = residuals
-    gradient = _delay(cotangent, delays)
+    gradient = _delay.fun(cotangent, -delays)
     # An operand that is the same for all offsets gets the sum of their gradients.
     if size != len(delays):
         gradient = widen(gradient).sum(axis=2, keepdims=True).astype(cotangent.dtype)
@@ -202,4 +200,6 @@ def _mirror(x: Array) -> Array:
     return jnp.where(others >= 0, y, 0)
 
 
-_mirror.defvjp(lambda x: (_mirror(x), None), lambda _, cotangent: (_mirror(cotangent),))
+_mirror.defvjp(
+    lambda x: (_mirror.fun(x), None), lambda _, cotangent: (_mirror.fun(cotangent),)
+)

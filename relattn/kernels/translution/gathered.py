@@ -156,7 +156,7 @@ def _gather(table: Array, rows: Rows) -> Array:
 
 
 def _gather_forward(table, rows):
-    return _gather(table, rows), (rows.pairs, table.shape)
+    return _gather.fun(table, rows), (rows.pairs, table.shape)
 
 
 def _gather_backward(residuals, cotangent):

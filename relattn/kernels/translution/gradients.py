@@ -73,7 +73,7 @@ def scan_scores(
 
 
 def _scores_forward(scan, q, k, t_q, t_k):
-    return scan_scores(scan, q, k, t_q, t_k), (q, k, t_q, t_k)
+    return scan_scores.fun(scan, q, k, t_q, t_k), (q, k, t_q, t_k)
 
 
 def _scores_backward(scan, residuals, cotangent):
@@ -148,7 +148,7 @@ def scan_values(scan: OffsetScan, weights: Array, v: Array, t_v: Array) -> Array
 
 
 def _values_forward(scan, weights, v, t_v):
-    return scan_values(scan, weights, v, t_v), (weights, v, t_v)
+    return scan_values.fun(scan, weights, v, t_v), (weights, v, t_v)
 
 
 def _values_backward(scan, residuals, cotangent):

@@ -3,8 +3,7 @@
 ``python -m studies.lengths --workdir RUN ... --output=DIR``, from the project's root,
 measures the loss of each run on its validation text, cut into windows of several
 lengths, and writes ``lengths.json``, ``lengths.md`` and ``lengths.png``. Runs that
-differ only in their seed are averaged; of seeds that were trained together, the first
-counts.
+differ only in their seed are averaged, and so are seeds that were trained together.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from relattn.evaluation.shift import recipe
 from relattn.evaluation.shift_runs import run_names
 from relattn.files import replace_file
 from relattn.markdown import markdown_table
-from relattn.training.saved_run import load_text_run
+from relattn.training.saved_run import is_saved_model, load_text_run, open_run
 from relattn.training.workdir import usable_folder, write_json
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
@@ -39,9 +38,9 @@ def measure(workdirs: Sequence[str | Path], lengths: Sequence[int]) -> dict[str,
 
     Returns:
         What ``lengths.json`` holds: the lengths, and a row for each recipe, of runs
-        that differ only in their seed, with its attention and position, the names of
-        the runs, the seeds, the length of training, and by seed and length the loss in
-        nats per token; None for a length that the model cannot have.
+        that differ only in their seed, with its attention and position, and for each
+        seed the name of its run, the length of training, and by length the loss in nats
+        per token; None for a length that the model cannot have.
 
     Raises:
         ValueError: If a run is given twice.
@@ -53,16 +52,21 @@ def measure(workdirs: Sequence[str | Path], lengths: Sequence[int]) -> dict[str,
             raise ValueError(f"--workdir={workdir} is given twice: pass it once")
     rows: dict[str, dict[str, Any]] = {}
     names = run_names(workdirs)
-    bar = tqdm(total=len(workdirs) * len(lengths), unit=" losses", disable=None)
-    for workdir, name in zip(workdirs, names, strict=True):
-        run = load_text_run(workdir)
+    runs = [
+        (workdir, name, seed)
+        for workdir, name in zip(workdirs, names, strict=True)
+        for seed in _seeds(workdir)
+    ]
+    bar = tqdm(total=len(runs) * len(lengths), unit=" losses", disable=None)
+    for workdir, name, seed in runs:
+        run = load_text_run(workdir, seed=seed)
         new = {key: run.config.model[key] for key in ("attention", "position")}
         new |= {"runs": [], "seeds": [], "trained": [], "losses": []}
         row = rows.setdefault(recipe(run), new)
         losses: list[float | None] = []
         for length in lengths:
             try:
-                resized = load_text_run(workdir, context_length=length)
+                resized = load_text_run(workdir, context_length=length, seed=seed)
             except ValueError:
                 # Tables of offsets, and matrices, have no rows for a longer text.
                 if length <= run.model.context_length:
@@ -79,12 +83,17 @@ def measure(workdirs: Sequence[str | Path], lengths: Sequence[int]) -> dict[str,
     return {"lengths": list(lengths), "rows": [*rows.values()]}
 
 
+def _seeds(workdir: str | Path) -> Sequence[int | None]:
+    """Returns the seeds of a run; that of a saved model is not asked for."""
+    return [None] if is_saved_model(workdir) else open_run(workdir).seeds
+
+
 def _position(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Returns a row's position, with its runs if another row has the same model."""
     models = [(other["attention"], other["position"]) for other in results["rows"]]
     if models.count((row["attention"], row["position"])) == 1:
         return row["position"]
-    return f"{row['position']} [{' '.join(row['runs'])}]"
+    return f"{row['position']} [{' '.join(dict.fromkeys(row['runs']))}]"
 
 
 def lengths_table(results: Mapping[str, Any]) -> str:

@@ -12,11 +12,12 @@ from studies import lengths
 from studies.lengths import lengths_table
 
 
-def train(position, seed, folder, dim=4):
+def train(position, seed, folder, dim=4, num_seeds=1):
     get_config = importlib.import_module("configs.translution_gpt").get_config
     config = get_config("smoke,self_attention")
     with config.unlocked():
-        config.update(num_steps=1, progress=False, seed=seed, eval_batch_size=512)
+        config.update(num_steps=1, progress=False, eval_batch_size=512)
+        config.update(seed=seed, num_seeds=num_seeds)
         config.model.update(
             dim=dim, num_heads=1, num_layers=1, mlp_dim=3, position=position
         )
@@ -31,7 +32,7 @@ def test_losses_of_windows_by_position(tmp_path, capsys):
         train("rope1d", 0, tmp_path / "a"),
         train("relative_bias", 0, tmp_path / "b"),
         train("rope1d", 1, tmp_path / "c"),
-        train("rope1d", 1, tmp_path / "d", dim=6),
+        train("rope1d", 1, tmp_path / "d", dim=6, num_seeds=2),
     ]
     options = ["--lengths", "7", "29", f"--output={tmp_path / 'out'}"]
     lengths.main(["--workdir", *folders, *options])
@@ -52,8 +53,12 @@ def test_losses_of_windows_by_position(tmp_path, capsys):
     table = lengths_table(results)
     # Runs of another size are not runs of another seed.
     assert f"| softmax | rope1d [a c] | {cells} |" in table
-    losses = " | ".join(f"{loss:.3f}" for loss in wide["losses"][0])
-    assert f"| softmax | rope1d [d] | {losses} |" in table
+    # Seeds that were trained together count one by one.
+    assert (wide["seeds"], wide["runs"]) == ([1, 2], ["d", "d"])
+    run = training.load_run(folders[3], context_length=7, seed=2)
+    expected = run.evaluate(split="validation")["loss"]
+    assert wide["losses"][1][0] == pytest.approx(expected, rel=1e-5)
+    assert "| softmax | rope1d [d] |" in table
     assert table.splitlines()[-2].endswith(" | – |")
     assert capsys.readouterr().out.endswith(table + "\n")
     assert (tmp_path / "out" / "lengths.png").stat().st_size > 1000

@@ -172,7 +172,8 @@ def budget(training: Training) -> str:
     else:
         epochs = f"{result['epochs']:.3g}"
         noun = "epoch" if epochs == "1" else "epochs"
-        examples = f"images ({epochs} {noun} of {info.num_train:,})"
+        what = "sets of points" if info.kind == "points" else info.kind
+        examples = f"{what} ({epochs} {noun} of {info.num_train:,})"
     folder = record["config"]["data"].get("data_dir")
     origin = hide_folders(info.origin, folder if isinstance(folder, str) else "")
     seeds = training.num_seeds

@@ -381,15 +381,18 @@ def _meeting_ring_sum(grid, weights, x):
     return sum(weights[..., d, None] * ring for d, ring in enumerate(rings))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring_sum(grid, weights, x):
+def _weigh_rings(grid, weights, x):
     """Computes sum_d weights_d ring_d(x): [*batch, *grid, e]."""
     rings = _rings(grid, x, weights.shape[-1])
     return sum(weights[..., d, None] * ring for d, ring in enumerate(rings))
 
 
+_ring_sum = jax.custom_vjp(_weigh_rings, nondiff_argnums=(0,))
+
+
 def _ring_sum_forward(grid, weights, x):
-    return _ring_sum.fun(grid, weights, x), (weights, x)
+    # The plain function: forward mode, as in `jax.hessian`, refuses the other.
+    return _weigh_rings(grid, weights, x), (weights, x)
 
 
 def _ring_sum_backward(grid, residuals, cotangent):

@@ -158,8 +158,7 @@ def _scan(step: Callable, carry: Any, blocks: Any) -> tuple[Any, Any]:
     return jax.lax.scan(body, first_carry(body, carry, blocks), blocks)
 
 
-@jax.custom_vjp
-def _delay(x: Array, delays: Array) -> Array:
+def _delay_plainly(x: Array, delays: Array) -> Array:
     """Computes y_it = x_(i - delays_t)t, and zero without it.
 
     Args:
@@ -175,13 +174,17 @@ def _delay(x: Array, delays: Array) -> Array:
     return jnp.where(inside[..., None], y, 0)
 
 
+_delay = jax.custom_vjp(_delay_plainly)
+
+
 def _delay_forward(x, delays):
-    return _delay.fun(x, delays), (delays, x.shape[2])
+    # The plain function: forward mode, as in `jax.hessian`, refuses the other.
+    return _delay_plainly(x, delays), (delays, x.shape[2])
 
 
 def _delay_backward(residuals, cotangent):
     delays, size = residuals
-    gradient = _delay.fun(cotangent, -delays)
+    gradient = _delay_plainly(cotangent, -delays)
     # An operand that is the same for all offsets gets the sum of their gradients.
     if size != len(delays):
         gradient = widen(gradient).sum(axis=2, keepdims=True).astype(cotangent.dtype)
@@ -191,8 +194,7 @@ def _delay_backward(residuals, cotangent):
 _delay.defvjp(_delay_forward, _delay_backward)
 
 
-@jax.custom_vjp
-def _mirror(x: Array) -> Array:
+def _mirror_plainly(x: Array) -> Array:
     """Computes y_ij = x_i(i - j), and zero for j > i: its own inverse and transpose."""
     queries = jnp.arange(x.shape[-1])[:, None]
     others = queries - jnp.arange(x.shape[-1])
@@ -200,6 +202,8 @@ def _mirror(x: Array) -> Array:
     return jnp.where(others >= 0, y, 0)
 
 
+_mirror = jax.custom_vjp(_mirror_plainly)
 _mirror.defvjp(
-    lambda x: (_mirror.fun(x), None), lambda _, cotangent: (_mirror.fun(cotangent),)
+    lambda x: (_mirror_plainly(x), None),
+    lambda _, cotangent: (_mirror_plainly(cotangent),),
 )

@@ -148,15 +148,18 @@ def _matrices(wide, rows, table, *, by_key=False):
     return matrices.swapaxes(0, 1) if by_key else matrices
 
 
-@jax.custom_vjp
-def _gather(table: Array, rows: Rows) -> Array:
+def _gather_pairs(table: Array, rows: Rows) -> Array:
     """Returns the matrices of pairs, ``[size, n, width, heads * head_dim]``."""
     table = table.reshape(*table.shape[:2], -1)
     return table.at[rows.of_pair].get(mode="promise_in_bounds")
 
 
+_gather = jax.custom_vjp(_gather_pairs)
+
+
 def _gather_forward(table, rows):
-    return _gather.fun(table, rows), (rows.pairs, table.shape)
+    # The plain function: forward mode, as in `jax.hessian`, refuses the other.
+    return _gather_pairs(table, rows), (rows.pairs, table.shape)
 
 
 def _gather_backward(residuals, cotangent):

@@ -49,8 +49,7 @@ def _pair_values(scan, weights, v, t_v):
     return weighted.reshape(v.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scan_scores(
+def _scores_by_offset(
     scan: OffsetScan, q: Array, k: Array, t_q: Array | None, t_k: Array | None
 ) -> Array:
     """Computes q_ij . k_ji of all pairs, offset by offset, [batch heads n n]."""
@@ -72,8 +71,12 @@ def scan_scores(
     return add_prefix_scores(scan, scores, q, k, *rows)
 
 
+scan_scores = jax.custom_vjp(_scores_by_offset, nondiff_argnums=(0,))
+
+
 def _scores_forward(scan, q, k, t_q, t_k):
-    return scan_scores.fun(scan, q, k, t_q, t_k), (q, k, t_q, t_k)
+    # The plain function: forward mode, as in `jax.hessian`, refuses the other.
+    return _scores_by_offset(scan, q, k, t_q, t_k), (q, k, t_q, t_k)
 
 
 def _scores_backward(scan, residuals, cotangent):
@@ -128,8 +131,7 @@ def _scores_backward(scan, residuals, cotangent):
 scan_scores.defvjp(_scores_forward, _scores_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scan_values(scan: OffsetScan, weights: Array, v: Array, t_v: Array) -> Array:
+def _values_by_offset(scan: OffsetScan, weights: Array, v: Array, t_v: Array) -> Array:
     """Computes sum_j weights_ij v_j T[d], offset by offset, [batch n width]."""
     grid_v = scan.to_grid(v)
 
@@ -147,8 +149,11 @@ def scan_values(scan: OffsetScan, weights: Array, v: Array, t_v: Array) -> Array
     return add_prefix_values(scan, out, weights, v, prefix_rows(scan, t_v))
 
 
+scan_values = jax.custom_vjp(_values_by_offset, nondiff_argnums=(0,))
+
+
 def _values_forward(scan, weights, v, t_v):
-    return scan_values.fun(scan, weights, v, t_v), (weights, v, t_v)
+    return _values_by_offset(scan, weights, v, t_v), (weights, v, t_v)
 
 
 def _values_backward(scan, residuals, cotangent):

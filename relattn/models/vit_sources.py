@@ -315,12 +315,16 @@ def _timm_model(tensors: Tensors, settings: Mapping[str, Any]) -> dict[str, Any]
     kind = "a" if has_pre_norm else "no"
     found = f"the checkpoint has {kind} norm_pre"
     check_equal(found, has_pre_norm, "pre_norm", settings)
-    if has_pre_norm and not {"layer_norm_eps", "act_layer"} <= set(settings):
-        raise ValueError(
-            "norm_pre.weight: models with it, such as CLIP's, differ in activation and "
-            "epsilon: set the architecture, or act_layer and layer_norm_eps, in a "
-            "config.json beside the checkpoint"
-        )
+    for part, owner, has_part in (
+        ("norm_pre.weight", "CLIP", has_pre_norm),
+        ("attn_pool.q.weight", "SigLIP", has_pool),
+    ):
+        if has_part and not {"layer_norm_eps", "act_layer"} <= set(settings):
+            raise ValueError(
+                f"{part}: models with it, such as {owner}'s, differ in activation or "
+                "epsilon: set the architecture, or act_layer and layer_norm_eps, in a "
+                "config.json beside the checkpoint"
+            )
     activation = source_configs.activation(settings.get("act_layer", "gelu"))
     return {
         "norm_eps": settings.get("layer_norm_eps", 1e-6),
@@ -452,6 +456,13 @@ def hf_clip(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     With the projection, outputs are the embeddings that are compared with a text's.
     """
     tensors = read_hf_names(tensors)
+    # A whole file has the name of the model, and leaves out defaults.
+    if not {"model_type", "vision_config", "hidden_act"} & set(settings):
+        raise ValueError(
+            "the tensors do not show the activation: set hidden_act, which is "
+            "'quick_gelu' for OpenAI's CLIP and 'gelu' for most others, in a "
+            "config.json beside the checkpoint"
+        )
     is_classifier = _is_classifier(tensors, settings)
     return _hf(
         tensors,

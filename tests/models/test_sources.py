@@ -557,6 +557,20 @@ def test_norm_pre_needs_activation_and_epsilon():
     assert model["norm_eps"] == 1e-5
 
 
+def test_clip_and_siglip_need_an_activation():
+    """Without a config.json, nothing shows which GELU they have."""
+    tensors = {**timm_tensors(), **draw({"attn_pool.q.weight": (DIM, DIM)})}
+    message = "attn_pool.q.weight: .*, such as SigLIP's, differ .* set the architecture"
+    with pytest.raises(ValueError, match=message):
+        SOURCES["timm"](tensors, TIMM)
+    tensors = unwrap(read_safetensors(FIXTURES / "hf_clip" / "model.safetensors"))
+    with pytest.raises(ValueError, match="set hidden_act, which is 'quick_gelu' for"):
+        SOURCES["hf_clip"](tensors, {"num_heads": 3})
+    settings = {"num_heads": 3, "hidden_act": "gelu"}
+    model = SOURCES["hf_clip"](tensors, settings).config["model"]
+    assert model.get("activation", "gelu") == "gelu"
+
+
 def test_a_norm_layer_has_its_own_epsilon():
     """Not that of the architecture; timm's LayerNorm has 1e-6."""
     name = "vit_base_patch16_clip_224"

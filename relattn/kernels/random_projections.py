@@ -231,7 +231,8 @@ def _draw(
             key, *shape, norms=features.norms, sign_corrected=features.sign_corrected
         )
 
-    return draw(key, jnp.asarray(layer), jnp.asarray(index))
+    # A call counts as a use of its key in `jax.debug_key_reuse`: each gets its own.
+    return draw(jax.random.clone(key), jnp.asarray(layer), jnp.asarray(index))
 
 
 def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) -> Any:

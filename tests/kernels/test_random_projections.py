@@ -191,6 +191,14 @@ def test_redraw_depends_only_on_key_layer_and_index():
             assert np.abs(one.projection - other.projection).min() > 0
 
 
+def test_layers_share_a_key_where_jax_checks_that_no_key_is_used_twice():
+    collection = [draw(0), draw(1)]
+    with jax.debug_key_reuse(True):
+        for redraw in (random_projections.redraw, jax.jit(random_projections.redraw)):
+            drawn = redraw(collection, jax.random.key(3), 1)
+    np.testing.assert_array_equal(drawn[1].projection, draw(1, 1).projection)
+
+
 @pytest.mark.quick("stack0-rbg")
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("stack", [(3,), (2, 3)])

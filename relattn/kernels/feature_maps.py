@@ -119,7 +119,7 @@ def positive_features(
         exponents = jnp.logaddexp(exponents, math.log(eps) - log_scale)
         largest = jnp.logaddexp(largest, math.log(eps))
     # Not the whole of |w|^2 / 2, which would let features of usual keys underflow.
-    bound = jnp.maximum(0.0, largest - _MAX_EXPONENT)
+    bound = jnp.maximum(0.0, largest - _MAX_EXPONENT).astype(exponents.dtype)
     return Features(None, exponents, bound)
 
 

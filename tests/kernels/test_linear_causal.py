@@ -41,6 +41,15 @@ def test_one_chunk_equals_the_reference(name):
     )
 
 
+def test_float64_takes_a_float32_projection_under_strict_promotion():
+    attend = functools.partial(
+        causal_linear_attention, feature_map=feature_map("positive")
+    )
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        out = jax.eval_shape(attend, *(np.float64(x) for x in draw_inputs()))
+    assert out.dtype == np.float64
+
+
 def test_gradients_have_derivatives_in_forward_mode():
     q, k, v = (x[0, :5] for x in draw_inputs())
 
